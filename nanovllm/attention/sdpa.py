@@ -1,0 +1,104 @@
+"""Attention by torch's scaled_dot_product_attention: any device, any head size, one sequence at a time."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.utils.context import ForwardContext
+
+
+@dataclass(frozen=True)
+class _SequencePlan:
+    """One sequence of a batch: where its query tokens and its KV blocks are."""
+
+    query_start: int
+    query_len: int
+    context_len: int
+    blocks: slice | torch.Tensor  # a slice of the cache if the blocks lie side by side, else their ids
+
+
+class SDPABackend(AttentionBackend):
+    """The backend of CPUs, and of devices that no other backend serves.
+
+    A sequence's keys and values are read in place where its blocks are neighbours in the cache, which is why
+    large blocks are preferred; they are gathered only where they are not.
+    """
+
+    name = "sdpa"
+    preferred_block_size = 256
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def prepare(self, context: ForwardContext) -> None:
+        query_starts = context.query_starts.tolist()
+        context_lens = context.context_lens.tolist()
+        block_size = self.spec.block_size
+        assert block_size is not None
+        plans = []
+        for row, context_len in enumerate(context_lens):
+            ids = context.block_tables[row, : -(-context_len // block_size)]
+            first, num_blocks = int(ids[0]), len(ids)
+            are_neighbours = int(ids[-1]) - first == num_blocks - 1 and bool((ids.diff() == 1).all())
+            blocks = slice(first, first + num_blocks) if are_neighbours else ids
+            query_start = query_starts[row]
+            plans.append(_SequencePlan(query_start, query_starts[row + 1] - query_start, context_len, blocks))
+        context.attention_plan = plans
+
+    def store_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: ForwardContext,
+    ) -> None:
+        k_cache.flatten(0, 1).index_copy_(0, context.kv_slots, key)
+        v_cache.flatten(0, 1).index_copy_(0, context.kv_slots, value)
+
+    def decode(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        # The query heads that share a KV head are the query rows of one attention problem.
+        grouped = query.unflatten(1, (self.spec.num_kv_heads, -1))  # [S, num_kv_heads, group, head_dim]
+        output = torch.empty_like(grouped)
+        for row, plan in enumerate(context.attention_plan[: context.num_decode_seqs]):
+            key = self._read(k_cache, plan)[None]  # [1, num_kv_heads, context_len, head_dim]
+            value = self._read(v_cache, plan)[None]
+            output[row] = F.scaled_dot_product_attention(grouped[row : row + 1], key, value, scale=self.spec.scale)[0]
+        return output.flatten(1, 2)
+
+    def prefill(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        for plan in context.attention_plan[context.num_decode_seqs :]:
+            start = plan.query_start - context.num_decode_seqs
+            rows = slice(start, start + plan.query_len)
+            output[rows] = self._prefill_sequence(query[rows], k_cache, v_cache, plan)
+        return output
+
+    def _prefill_sequence(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _SequencePlan
+    ) -> torch.Tensor:
+        grouped = query.unflatten(1, (self.spec.num_kv_heads, -1)).permute(1, 2, 0, 3)
+        shape = (*grouped.shape[:2], plan.context_len, self.spec.head_dim)
+        # [num_kv_heads, group, context_len, head_dim]: a stride of 0 repeats a KV head for its group.
+        key = self._read(k_cache, plan)[:, None].expand(shape)
+        value = self._read(v_cache, plan)[:, None].expand(shape)
+        num_before = plan.context_len - plan.query_len
+        mask = None
+        if num_before:
+            visible = torch.ones(plan.query_len, plan.context_len, dtype=torch.bool, device=query.device)
+            mask = visible.tril_(num_before)
+        output = F.scaled_dot_product_attention(
+            grouped, key, value, attn_mask=mask, is_causal=mask is None, scale=self.spec.scale
+        )
+        return output.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _read(self, cache: torch.Tensor, plan: _SequencePlan) -> torch.Tensor:
+        """The sequence's part of a cache, [num_kv_heads, context_len, head_dim]."""
+        return cache[plan.blocks].flatten(0, 1)[: plan.context_len].transpose(0, 1)

@@ -1,0 +1,89 @@
+"""What the user may set about an engine. Frozen: anything derived from it is returned, never written back."""
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanovllm.utils.checks import check_bool, check_int, check_number
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Engine settings, checked on construction.
+
+    Attributes:
+        model: a local directory, a `.gguf` file, or a Hugging Face id.
+        max_num_batched_tokens: most tokens (prefill and decode together) that one step computes.
+        max_num_seqs: most sequences that run at the same time.
+        max_model_len: most tokens of one sequence, prompt and output; capped by the model's own limit.
+        gpu_memory_utilization: share of a GPU's memory that this engine may take, in (0, 1].
+        tensor_parallel_size: number of GPUs that share one model.
+        enforce_eager: never capture CUDA graphs.
+        kvcache_block_size: tokens in a KV-cache block; None lets the attention backend choose.
+        num_kvcache_blocks: blocks in the KV cache; None measures what fits.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: of weights, activations and KV cache; "auto" is the checkpoint's on a GPU, float32 on a CPU.
+        attention_backend: a backend's name, or "auto".
+        load_format: "auto" reads the checkpoint; "dummy" makes random weights from its config alone.
+        enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
+        seed: of the requests that bring none; None draws from the operating system.
+    """
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+            check_int(name, getattr(self, name), 1)
+        check_int("max_model_len", self.max_model_len, 2)
+        for name in ("kvcache_block_size", "num_kvcache_blocks"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0)
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            check_bool(name, getattr(self, name))
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        for name in ("device", "attention_backend"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if self.tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far")
+
+    @classmethod
+    def from_kwargs(cls, model: str, **kwargs: Any) -> "Config":
+        """Builds a config from an engine's keywords.
+
+        Raises:
+            TypeError: a keyword is unknown (the nearest known one is named) or has a wrong type.
+            ValueError: a value is out of range.
+        """
+        known = [field.name for field in fields(cls) if field.name != "model"]
+        for name in kwargs:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise TypeError(f"unknown keyword {name!r}; did you mean {nearest!r}?")
+        return cls(model=str(model), **kwargs)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

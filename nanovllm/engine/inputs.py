@@ -1,0 +1,122 @@
+"""Checks and tokenises what users hand in. Everything raises before any work is queued."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class InputProcessor:
+    """Turns prompts into token ids, under the limits of one engine."""
+
+    def __init__(self, tokenizer: Any | None, *, vocab_size: int, max_model_len: int, num_kv_tokens: int) -> None:
+        """
+        Args:
+            tokenizer: a transformers tokenizer, or None: then prompts must be token ids.
+            vocab_size: token ids are below this.
+            max_model_len: most tokens of prompt and output together.
+            num_kv_tokens: tokens that the whole KV cache holds.
+        """
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.num_kv_tokens = num_kv_tokens
+
+    def process_prompts(self, prompts: Any) -> list["array[int]"]:
+        """Token ids of each prompt.
+
+        Raises:
+            TypeError: a prompt is neither a string nor a flat list of integers; its index is named.
+            ValueError: a prompt is empty, too long, or has ids outside the vocabulary; index and limit are named.
+        """
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if isinstance(prompts, dict | bytes) or not hasattr(prompts, "__iter__"):
+            raise TypeError(f"prompts must be a list of strings or lists of token ids, got {prompts!r:.80}")
+        prompts = list(prompts)
+        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        encoded = dict(zip(texts, self._encode(list(texts.values())), strict=True))
+        token_ids = []
+        for index, prompt in enumerate(prompts):
+            ids = encoded[index] if index in encoded else self._check_token_ids(prompt, index)
+            self._check_length(len(ids), index)
+            token_ids.append(ids)
+        return token_ids
+
+    def process_params(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
+        """One SamplingParams a prompt, from one for all, a list, or None.
+
+        Raises:
+            TypeError: something is not a SamplingParams.
+            ValueError: the list's length is not the number of prompts, or a stop token is not in the vocabulary.
+        """
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * num_prompts
+        params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params]
+        for index, one in enumerate(params):
+            if not isinstance(one, SamplingParams):
+                raise TypeError(f"sampling params {index}: must be a SamplingParams, got {one!r:.80}")
+            for token_id in one.stop_token_ids:
+                if token_id >= self.vocab_size:
+                    raise ValueError(
+                        f"sampling params {index}: stop token {token_id} is outside [0, {self.vocab_size})"
+                    )
+        if len(params) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling params")
+        return params
+
+    def max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""
+        return min(num_prompt_tokens + max_tokens, self.max_model_len, self.num_kv_tokens + 1)
+
+    def _encode(self, texts: list[str]) -> list["array[int]"]:
+        if not texts:
+            return []
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: prompts must be lists of token ids")
+        encoded = self.tokenizer(texts, padding=False, truncation=False, verbose=False)["input_ids"]
+        bos_token, bos_id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
+        for text, ids in zip(texts, encoded, strict=True):
+            # A chat template has written its own beginning-of-sequence token.
+            if bos_token and text.startswith(bos_token) and ids[:2] == [bos_id, bos_id]:
+                del ids[0]
+        return [array("i", ids) for ids in encoded]
+
+    def _check_token_ids(self, prompt: Any, index: int) -> "array[int]":
+        if isinstance(prompt, str | bytes | dict | set) or not hasattr(prompt, "__len__"):
+            raise TypeError(f"prompt {index}: must be a string or a list of token ids, got {prompt!r:.80}")
+        if not len(prompt):
+            return array("i")
+        try:
+            ids = np.asarray(prompt)
+        except ValueError as error:  # ragged nesting
+            raise TypeError(f"prompt {index}: must be a flat list of token ids") from error
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"prompt {index}: must be a flat list of integers, got {prompt!r:.80}")
+        outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
+        if len(outside):
+            position = int(outside[0])
+            raise ValueError(
+                f"prompt {index}: token id {ids[position]} at position {position} is outside [0, {self.vocab_size})"
+            )
+        return array("i", ids.astype(np.int32).tobytes())
+
+    def _check_length(self, num_tokens: int, index: int) -> None:
+        if num_tokens == 0:
+            raise ValueError(f"prompt {index}: is empty")
+        if num_tokens >= self.max_model_len:
+            raise ValueError(
+                f"prompt {index}: has {num_tokens} tokens, but max_model_len={self.max_model_len} "
+                f"leaves room for {self.max_model_len - 1} and one output token"
+            )
+        if num_tokens > self.num_kv_tokens:
+            raise ValueError(
+                f"prompt {index}: has {num_tokens} tokens, but the whole KV cache holds {self.num_kv_tokens}"
+            )

@@ -1,0 +1,255 @@
+"""The engine: schedules a step, launches it, and reads the one before while it runs."""
+
+import logging
+import random
+from types import TracebackType
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import pack
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import decode_output
+from nanovllm.engine.inputs import InputProcessor, Prompt
+from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.progress import ProgressBar
+from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.models import resolve_architecture
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checkpoint import open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Generates completions for many prompts at once. Not thread-safe.
+
+    Use `generate` for a list of prompts, or `add_request` and `step` to drive it yourself.
+    """
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        """Loads a model.
+
+        Args:
+            model: a local directory, a `.gguf` file, or a Hugging Face id.
+            **kwargs: fields of `nanovllm.config.Config`.
+
+        Raises:
+            TypeError: an unknown keyword or a wrong type.
+            ValueError: an impossible setting, or a model that is damaged or not supported.
+            FileNotFoundError: there is no such model.
+        """
+        self.config = Config.from_kwargs(model, **kwargs)
+        checkpoint = open_checkpoint(self.config.model)
+        _, spec = resolve_architecture(checkpoint.config)
+        self.tokenizer = checkpoint.load_tokenizer()
+        self.eos_token_ids = checkpoint.eos_token_ids(self.tokenizer)
+        self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
+        if self.max_model_len < self.config.max_model_len:
+            logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
+        num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
+        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
+
+        num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
+        self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.block_manager,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+        )
+        self.inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=spec.vocab_size,
+            max_model_len=self.max_model_len,
+            num_kv_tokens=num_blocks * block_size,
+        )
+        self._salt_above = spec.max_position_embeddings if spec.rope.depends_on_length else None
+        self._random = random.Random(self.config.seed)
+        self._next_seq_id = 0
+        self._in_flight: tuple[ScheduledBatch, StepHandle] | None = None
+        self._unclaimed: dict[int, RequestOutput] = {}  # results that the next step() reports
+        self._is_closed = False
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queues one request and returns its seq_id. Raises like `generate`."""
+        self._check_open()
+        (seq,) = self._make_sequences([prompt], sampling_params)
+        self.scheduler.add(seq)
+        return seq.seq_id
+
+    def abort(self, seq_id: int) -> bool:
+        """Ends a request; the next `step` reports what it had. False if there is no such unfinished request."""
+        self._check_open()
+        seq = self.scheduler.find(seq_id)
+        if seq is None:
+            return False
+        self.scheduler.finish(seq, "abort")
+        self._unclaimed[seq_id] = self._make_output(seq)
+        return True
+
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to compute, to read or to report."""
+        return not (self.scheduler.has_sequences or self._in_flight or self._unclaimed)
+
+    def step(self) -> StepOutput:
+        """Launches one step and returns the results of the step before.
+
+        If it raises, every request in the engine is aborted, and the engine can be used again.
+        """
+        self._check_open()
+        output = self._step()
+        output.finished.update(self._unclaimed)
+        self._unclaimed.clear()
+        return output
+
+    def generate(
+        self,
+        prompts: str | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+            prompts: strings and lists of token ids, mixed at will. A single string is a list of one.
+            sampling_params: one for all prompts, or one a prompt.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One result a prompt, in their order.
+
+        Raises:
+            TypeError, ValueError: something about a prompt or its params is wrong. The message names its index;
+                nothing has been queued.
+        """
+        self._check_open()
+        sequences = self._make_sequences(prompts, sampling_params)
+        outputs: dict[int, RequestOutput] = {}
+        own_ids = {seq.seq_id for seq in sequences}
+        try:
+            for seq in sequences:
+                self.scheduler.add(seq)
+            with ProgressBar(len(sequences), enabled=use_tqdm) as progress:
+                while len(outputs) < len(sequences):
+                    step = self._step()
+                    for seq_id, output in step.finished.items():
+                        (outputs if seq_id in own_ids else self._unclaimed)[seq_id] = output
+                    progress.update(step)
+        except BaseException:
+            for seq in sequences:
+                if self.scheduler.find(seq.seq_id):
+                    self.scheduler.finish(seq, "abort")
+            raise
+        return [outputs[seq.seq_id] for seq in sequences]
+
+    def close(self) -> None:
+        """Gives up everything the engine holds. Calling it again does nothing; any other call raises."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._abort_all()
+        del self.runner
+
+    exit = close
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step(self) -> StepOutput:
+        try:
+            batch = self.scheduler.schedule()
+            launched = None
+            if batch is not None:
+                launched = batch, self.runner.run(pack(batch, self.block_manager.block_size))
+            previous, self._in_flight = self._in_flight, launched
+            if batch is None and previous is None and self.scheduler.has_sequences:
+                raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+            return self._read(previous, batch or ScheduledBatch())
+        except BaseException:
+            # What was scheduled may never have been computed: nothing may be built on it.
+            for seq in self._abort_all():
+                self._unclaimed[seq.seq_id] = self._make_output(seq)
+            raise
+
+    def _read(self, previous: tuple[ScheduledBatch, StepHandle] | None, launched: ScheduledBatch) -> StepOutput:
+        """Takes over the tokens of the previous step, and reports them with the counts of the launched one."""
+        output = StepOutput(
+            num_prefill_tokens=launched.num_prefill_tokens,
+            num_decode_tokens=launched.num_decode_tokens,
+            num_cached_tokens=launched.num_cached_tokens,
+            num_preemptions=launched.num_preemptions,
+        )
+        if previous is not None:
+            batch, handle = previous
+            token_ids = handle.read()
+            live = [not seq.is_finished for seq in batch.sampled_sequences]
+            finished = self.scheduler.postprocess(batch, token_ids)
+            for seq, token_id, is_live in zip(batch.sampled_sequences, token_ids, live, strict=True):
+                if is_live:
+                    output.new_token_ids[seq.seq_id] = [token_id]
+            for seq in finished:
+                output.finished[seq.seq_id] = self._make_output(seq)
+        output.num_used_blocks = self.block_manager.num_used_blocks
+        output.num_free_blocks = self.block_manager.num_free_blocks
+        return output
+
+    def _make_sequences(self, prompts: Any, sampling_params: Any) -> list[Sequence]:
+        token_ids = self.inputs.process_prompts(prompts)
+        params = self.inputs.process_params(sampling_params, len(token_ids))
+        return [self._make_sequence(ids, one) for ids, one in zip(token_ids, params, strict=True)]
+
+    def _make_sequence(self, token_ids: Any, params: SamplingParams) -> Sequence:
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.eos_token_ids
+        is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
+        seq = Sequence(
+            self._next_seq_id,
+            token_ids,
+            params,
+            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
+            max_total_tokens=self.inputs.max_total_tokens(len(token_ids), params.max_tokens),
+            stop_ids=stop_ids,
+            # Under a rotary embedding that depends on the prompt's length, equal prefixes of prompts of
+            # different length are different content.
+            cache_salt=len(token_ids) if is_salted else 0,
+        )
+        self._next_seq_id += 1
+        return seq
+
+    def _make_output(self, seq: Sequence) -> RequestOutput:
+        prompt_ids, output_ids = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids
+        text = ""
+        if self.tokenizer is not None:
+            text = decode_output(self.tokenizer, prompt_ids, output_ids, seq.params.skip_special_tokens)
+        return RequestOutput(
+            text=text,
+            token_ids=output_ids.tolist(),
+            prompt_token_ids=prompt_ids.tolist(),
+            finish_reason=seq.finish_reason or "",
+            stop_reason=seq.stop_reason,
+            num_cached_tokens=seq.num_cached_tokens or 0,
+        )
+
+    def _abort_all(self) -> list[Sequence]:
+        sequences = list(self.scheduler.unfinished())
+        for seq in sequences:
+            self.scheduler.finish(seq, "abort")
+        self.block_manager.reset_cache()
+        self._in_flight = None
+        return sequences
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed")
+
+
+def _num_token_ids(tokenizer: Any | None, vocab_size: int) -> int:
+    """One more than the highest token id that the tokenizer can decode."""
+    return vocab_size if tokenizer is None else 1 + max(tokenizer.get_vocab().values())

@@ -1,0 +1,219 @@
+"""Which tokens each step computes. Policy only: no tensors, no device."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nanovllm.engine.admission import BlockForecast, LengthEstimator
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+@dataclass
+class ScheduledBatch:
+    """What one step computes. Sequences with one query token come first ("decode" rows), then the others.
+
+    `starts[i]` tokens of sequence i were computed before, `num_query_tokens[i]` are computed now; the step
+    samples a token for it iff `is_sampled[i]`, that is, iff nothing is left to compute after it.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    num_query_tokens: list[int] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def sampled_sequences(self) -> list[Sequence]:
+        return [seq for seq, sampled in zip(self.sequences, self.is_sampled, strict=True) if sampled]
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        """Schedules the sequence's next tokens, and one more to be sampled when those are its last."""
+        self.sequences.append(seq)
+        self.starts.append(seq.num_computed_tokens)
+        self.num_query_tokens.append(num_tokens)
+        if seq.is_decoding and seq.num_output_tokens > 0:
+            self.num_decode_tokens += 1
+        else:
+            self.num_prefill_tokens += num_tokens
+        seq.num_computed_tokens += num_tokens
+        self.is_sampled.append(seq.num_computed_tokens == seq.num_tokens)
+        seq.num_in_flight += self.is_sampled[-1]
+
+    def move_single_tokens_first(self) -> None:
+        """Restores the order of the class's docstring (a prompt's last chunk can be a single token)."""
+        order = sorted(range(len(self.sequences)), key=lambda i: self.num_query_tokens[i] > 1)
+        for name in ("sequences", "starts", "num_query_tokens", "is_sampled"):
+            column = getattr(self, name)
+            column[:] = [column[i] for i in order]
+
+
+class Scheduler:
+    """Mixes decode tokens and prefill chunks under a token budget, first come first served.
+
+    A step gives every decoding sequence its token first, then spends the rest of the budget on prompts that
+    are under way, then on admissions. A sequence gets the blocks of its whole prompt when it is admitted, so
+    only decoding can run out of blocks; then the youngest running sequence is preempted: it gives up its
+    blocks, goes back to the head of the queue, and later recomputes prompt and output.
+
+    `running` is in order of arrival, as is `waiting`, and everything waiting arrived after everything running.
+    """
+
+    def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        # Each running sequence may need one token of every step's budget.
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.running: dict[int, Sequence] = {}
+        self.estimator = LengthEstimator()
+        self._free_slots = list(reversed(range(self.max_num_seqs)))
+        self._is_admission_blocked = False  # until a sequence gives blocks back
+
+    @property
+    def has_sequences(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting[seq.seq_id] = seq
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Chooses the tokens of the next step and takes their blocks; None if there is nothing to compute.
+
+        The token that the step before samples may still be unknown: lengths are all that counts here.
+        """
+        batch = ScheduledBatch()
+        self._schedule_decodes(batch)
+        budget = self.max_num_batched_tokens - len(batch.sequences)
+        budget = self._schedule_prefills(batch, budget)
+        if not batch.num_preemptions:
+            self._admit(batch, budget)
+        if not batch.sequences:
+            return None
+        batch.move_single_tokens_first()
+        return batch
+
+    def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
+        """Appends the tokens of a step to its sampled sequences; returns those that it finished.
+
+        A sequence that ended meanwhile drops its token.
+        """
+        finished = []
+        for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
+            if seq.is_finished:
+                continue
+            seq.num_in_flight -= 1
+            seq.token_ids.append(token_id)
+            if token_id in seq.stop_ids:
+                seq.stop_reason = token_id
+                self.finish(seq, "stop")
+            elif len(seq.token_ids) >= seq.max_total_tokens:
+                self.finish(seq, "length")
+            else:
+                self.block_manager.publish(seq)
+                continue
+            self.estimator.observe(seq)
+            finished.append(seq)
+        return finished
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """Ends a waiting or running sequence and takes its blocks; tokens in flight are dropped."""
+        seq.num_in_flight = 0
+        if seq.status is SequenceStatus.RUNNING:
+            self.block_manager.publish(seq)
+            self._release(seq)
+        else:
+            del self.waiting[seq.seq_id]
+            self._is_admission_blocked = False  # the head of the queue may be another one now
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+
+    def find(self, seq_id: int) -> Sequence | None:
+        return self.running.get(seq_id) or self.waiting.get(seq_id)
+
+    def unfinished(self) -> Iterator[Sequence]:
+        yield from self.running.values()
+        yield from self.waiting.values()
+
+    def _schedule_decodes(self, batch: ScheduledBatch) -> None:
+        for seq in list(self.running.values()):
+            if seq.status is not SequenceStatus.RUNNING or not seq.is_decoding or seq.has_reached_limit:
+                continue
+            while not self.block_manager.can_append(seq):
+                # Oldest first, so the youngest is not in this batch yet. It can be the sequence itself.
+                youngest = next(reversed(self.running.values()))
+                self._preempt(youngest)
+                batch.num_preemptions += 1
+                if youngest is seq:
+                    break
+            else:
+                self.block_manager.append(seq)
+                batch.add(seq, 1)
+                self.block_manager.publish(seq)
+
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
+        for seq in self.running.values():
+            num_left = seq.num_tokens - seq.num_computed_tokens
+            if budget and num_left and not seq.is_decoding:
+                budget -= self._schedule_chunk(batch, seq, min(num_left, budget))
+        return budget
+
+    def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+        forecast = None
+        while self.waiting and budget and self._free_slots and not self._is_admission_blocked:
+            seq = next(iter(self.waiting.values()))
+            cached_block_ids = self.block_manager.find_cached_blocks(seq)
+            if forecast is None:
+                forecast = BlockForecast(self.running.values(), self.estimator, self.block_manager.block_size)
+            if not self._fits(seq, cached_block_ids, forecast):
+                self._is_admission_blocked = True
+                break
+            del self.waiting[seq.seq_id]
+            self.block_manager.allocate(seq, cached_block_ids)
+            seq.slot = self._free_slots.pop()
+            seq.status = SequenceStatus.RUNNING
+            self.running[seq.seq_id] = seq
+            forecast.add(seq, len(seq.block_table), seq.num_shared_blocks)
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = seq.num_computed_tokens
+                batch.num_cached_tokens += seq.num_computed_tokens
+            budget -= self._schedule_chunk(batch, seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
+
+    def _fits(self, seq: Sequence, cached_block_ids: list[int], forecast: BlockForecast) -> bool:
+        """Whether the sequence's prompt fits now, and the running set with it at its expected peak."""
+        manager = self.block_manager
+        num_new = manager.num_new_blocks(seq, cached_block_ids)
+        if num_new > manager.num_free_blocks:
+            return False
+        if not self.running:
+            return True  # alone, every sequence fits to its end: the engine has checked that
+        num_cached = len(cached_block_ids)
+        num_idle = num_new - (manager.num_blocks_for(seq.num_tokens) - num_cached)  # cached, held by nobody
+        forecast.add(seq, num_cached, num_cached)
+        room = manager.num_free_blocks - num_idle
+        fits = forecast.worst_growth() <= room or forecast.peak_growth() <= room
+        forecast.discard_last()
+        return fits
+
+    def _schedule_chunk(self, batch: ScheduledBatch, seq: Sequence, num_tokens: int) -> int:
+        batch.add(seq, num_tokens)
+        # Published before it runs: sequences admitted in this very step already share it, since in each layer
+        # the KV of all tokens is stored before attention reads any.
+        self.block_manager.publish(seq)
+        return num_tokens
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting[seq.seq_id] = seq
+        self.waiting.move_to_end(seq.seq_id, last=False)
+
+    def _release(self, seq: Sequence) -> None:
+        del self.running[seq.seq_id]
+        self.block_manager.free(seq)
+        self._free_slots.append(seq.slot)
+        seq.slot = -1
+        self._is_admission_blocked = False

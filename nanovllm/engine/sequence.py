@@ -1,0 +1,114 @@
+"""One request on its way through the engine: its tokens, its progress, and the KV blocks it holds."""
+
+from array import array
+from enum import Enum, auto
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """State of one request. The scheduler and the block manager own every field that changes.
+
+    Progress is one number: `num_computed_tokens` (tokens whose KV is in the cache once the launched steps have
+    run) chases `num_tokens`. The tokens of launched steps that the host has not read yet are counted in
+    `num_in_flight`; their ids are on the device only, so `len(token_ids) == num_tokens - num_in_flight`.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_table",
+        "cache_salt",
+        "finish_reason",
+        "last_content_id",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_in_flight",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "num_shared_blocks",
+        "params",
+        "seed",
+        "seq_id",
+        "slot",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: "array[int]",
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        max_total_tokens: int,
+        stop_ids: frozenset[int] = frozenset(),
+        cache_salt: int = 0,
+    ) -> None:
+        """Makes a waiting sequence.
+
+        Args:
+            seq_id: unique in the engine, increasing with arrival.
+            prompt_token_ids: `array("i")` of at least one token; the sequence keeps its own copy.
+            seed: of the request's random numbers, in [0, 2**64).
+            max_total_tokens: the sequence ends when prompt and output reach this many tokens.
+            stop_ids: tokens that end the sequence.
+            cache_salt: sequences share prefix blocks only under the same salt.
+        """
+        self.seq_id = seq_id
+        self.token_ids = array("i", prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        self.max_total_tokens = max_total_tokens
+        self.stop_ids = stop_ids
+        self.cache_salt = cache_salt
+
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_in_flight = 0
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+
+        self.slot = -1  # row of the device's table of last sampled tokens; held while running
+        self.block_table = array("i")
+        self.num_shared_blocks = 0  # leading blocks of the table that were found in the cache
+        self.num_published_blocks = 0  # leading blocks whose content the cache knows
+        self.last_content_id = -cache_salt  # identity of the last of them; the root's is the negated salt
+        self.block_hashes: list[int] = []  # chained hash of each full block of known tokens, filled on demand
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> "array[int]":
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def is_decoding(self) -> bool:
+        """All that is left to compute is the token sampled last."""
+        return self.num_tokens - self.num_computed_tokens == 1 and self.num_computed_tokens > 0
+
+    @property
+    def has_reached_limit(self) -> bool:
+        """No token may follow those sampled or in flight."""
+        return self.num_tokens >= self.max_total_tokens

@@ -1,0 +1,184 @@
+"""The one decoder-only transformer that all supported architectures are; a model file states what differs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import AttentionSpec
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import LMHead, VocabEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.rotary_embedding import RopeSpec, RotaryEmbedding, apply_rotary
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Sizes and options of a decoder. The `*_bias` flags say which projections have one; `qk_norm` whether each
+    head's query and key are normalised before they are rotated; `sliding_window` how far back a token sees
+    (None: to the beginning)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeSpec
+    max_position_embeddings: int
+    sliding_window: int | None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def from_config(cls, config: Any, **differences: bool) -> "DecoderSpec":
+        """Reads what the architectures share from a transformers config.
+
+        Raises:
+            ValueError: the config asks for something that this decoder does not do.
+        """
+        activation = getattr(config, "hidden_act", "silu")
+        if activation != "silu":
+            raise ValueError(f"activation {activation!r} is not supported (supported: 'silu')")
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if config.num_attention_heads % num_kv_heads:
+            raise ValueError(f"{config.num_attention_heads} query heads can't share {num_kv_heads} KV heads")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            rope=RopeSpec.from_config(config, head_dim),
+            max_position_embeddings=config.max_position_embeddings,
+            sliding_window=_sliding_window(config),
+            **differences,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence that the model is meant for, and that this decoder computes exactly."""
+        limit = max(self.max_position_embeddings, self.rope.max_len)
+        # Up to its length, a window sees all there is: full attention is the same.
+        return limit if self.sliding_window is None else min(limit, self.sliding_window)
+
+    def attention_spec(self, dtype: torch.dtype, device: torch.device, block_size: int | None) -> AttentionSpec:
+        scale = self.head_dim**-0.5
+        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, dtype, device, block_size)
+
+
+def _sliding_window(config: Any) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    return window if getattr(config, "use_sliding_window", True) else None
+
+
+class DecoderAttention(nn.Module):
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = MergedLinear(spec.hidden_size, parts, spec.qkv_bias)
+        self.o_proj = Linear(q_size, spec.hidden_size, spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.attention = Attention()
+
+    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        # Each [T, heads of its kind, head_dim].
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split(self.qkv_proj(hidden))
+        )
+        query = apply_rotary(self.q_norm(query), *rotary)
+        key = apply_rotary(self.k_norm(key), *rotary)
+        return self.o_proj(self.attention(query, key, value).flatten(1))
+
+
+class DecoderMLP(nn.Module):
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        self.gate_up_proj = MergedLinear(spec.hidden_size, parts, spec.mlp_bias)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(*self.gate_up_proj.split(self.gate_up_proj(hidden))))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = DecoderAttention(spec)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = DecoderMLP(spec)
+
+    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(nn.Module):
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(spec) for _ in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.rotary = RotaryEmbedding(spec.rope)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rope_lens: torch.Tensor | None) -> torch.Tensor:
+        hidden = self.embed_tokens(token_ids)
+        rotary = self.rotary(positions, rope_lens)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary)
+        return self.norm(hidden)
+
+
+class DecoderForCausalLM(nn.Module):
+    """Base of the architectures. Module names are those of the checkpoints, so that tensors find their place."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.model = Decoder(spec)
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size)
+        if spec.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def make_spec(cls, config: Any) -> DecoderSpec:
+        """What the architecture makes of a transformers config; subclasses state what differs.
+
+        Raises:
+            ValueError: the config asks for something unsupported.
+        """
+        return DecoderSpec.from_config(config)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rope_lens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Final hidden states [T, hidden_size] of T tokens at their positions, inside a forward context.
+
+        `rope_lens` [T] are the context lengths that a dynamic rotary embedding adapts to.
+        """
+        return self.model(token_ids, positions, rope_lens)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [N, vocab_size] for the rows that the forward context wants logits of."""
+        return self.lm_head(hidden)
+
+    def attention_layers(self) -> list[Attention]:
+        return [module for module in self.modules() if isinstance(module, Attention)]

@@ -1,0 +1,57 @@
+"""What one forward pass knows beside its tokens and positions: the batch's layout in the KV cache."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class ForwardContext:
+    """Metadata of a forward over T tokens of S sequences. Read by `Attention` and `ParallelLMHead` only.
+
+    The first `num_decode_seqs` sequences have one query token each, so their tokens are the first of the batch.
+
+    Attributes:
+        kv_slots: [T] int64, where each token's KV is stored: block * block_size + offset.
+        query_starts: [S + 1] int32, prefix sums of the query lengths.
+        context_lens: [S] int32, KV tokens of each sequence, this step's included.
+        block_tables: [S, W] int32.
+        num_decode_seqs: number of sequences with one query token.
+        max_query_len: longest query of the others, 0 if there are none.
+        logits_indices: [N] int64, rows of the T tokens whose logits are wanted.
+        attention_plan: what the attention backends prepared for this batch, once for all layers.
+    """
+
+    kv_slots: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    num_decode_seqs: int
+    max_query_len: int
+    logits_indices: torch.Tensor
+    attention_plan: Any = None
+
+
+_current: ForwardContext | None = None
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[None]:
+    """Sets the context of the forward that runs inside. Nesting is an error."""
+    global _current
+    if _current is not None:
+        raise RuntimeError("a forward is running already: forward contexts don't nest")
+    _current = context
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def get_forward_context() -> ForwardContext:
+    if _current is None:
+        raise RuntimeError("no forward is running: call the model inside forward_context()")
+    return _current
