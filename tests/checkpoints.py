@@ -2,9 +2,13 @@
 
 import importlib.util
 import json
+import random
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -127,6 +131,147 @@ def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int
     settings = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     return output[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def greedy_choices(model: Any, prompt: list[int], output: list[int]) -> list[int]:
+    """The token that transformers finds most probable in place of each output token, given those before it.
+
+    Equal to the output iff the output is transformers' greedy continuation (by induction), for one forward pass
+    instead of one a token. Not for a dynamic rotary embedding, which rotates by the length of the whole pass.
+    """
+    logits = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A checkpoint directory as transformers itself reads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def random_prompts(lengths: Iterable[int], *, vocab_size: int = VOCAB_SIZE, seed: int = 1) -> list[list[int]]:
+    """A prompt of random token ids for each length."""
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def save_gguf(
+    path: Path,
+    model: Any,
+    architecture: str,
+    *,
+    metadata: Mapping[str, str | int | float] | None = None,
+    extra_tensors: Mapping[str, np.ndarray] | None = None,
+    tensor_type: str = "F32",
+) -> None:
+    """Writes a transformers model as a GGUF file, as llama.cpp's converter does.
+
+    The file brings a byte-level tokenizer: id = byte value, 256 = "ab", 257 = <s>, 258 = </s>, then fillers.
+
+    Args:
+        architecture: GGUF's name of it: "llama", "qwen2", "qwen3" or anything else.
+        metadata: more keys, without their prefix "<architecture>.".
+        extra_tensors: more tensors, under their GGUF names.
+        tensor_type: GGUF's name of the type of the matrices. The model's own are rounded to what it can hold.
+    """
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    theta = getattr(config, "rope_theta", None)  # transformers 4
+    writer.add_rope_freq_base(theta or config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    for key, value in (metadata or {}).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{architecture}.{key}", value)
+    _add_gguf_tokenizer(writer, config.vocab_size)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        if architecture == "llama" and ".q_proj." in name:
+            array = _interleave_rows(array, config.num_attention_heads)
+        elif architecture == "llama" and ".k_proj." in name:
+            array = _interleave_rows(array, config.num_key_value_heads)
+        kind = gguf.GGMLQuantizationType[tensor_type if array.ndim == 2 else "F32"]
+        stored = gguf.quants.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(_gguf_name(name), stored, raw_dtype=kind)
+        # Row by row, so the order of the rows makes no difference.
+        whole = gguf.quants.quantize(tensor.numpy(), kind)
+        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(whole, kind).copy()))
+    for name, array in (extra_tensors or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_gguf_tokenizer(writer: Any, vocab_size: int) -> None:
+    by_byte = {_byte_of(character): character for character in pre_tokenizers.ByteLevel.alphabet()}
+    tokens = [by_byte[byte] for byte in range(256)] + ["ab", "<s>", "</s>"]
+    tokens += [f"<x{i}>" for i in range(len(tokens), vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1] * 257 + [3] * (len(tokens) - 257))  # 1 = normal, 3 = control
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+
+
+def _interleave_rows(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Moves row i + j * D/2 of each head's D rows to 2i + j, for GGUF's way to rotate."""
+    halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def _gguf_name(name: str) -> str:
+    """GGUF's name of a transformers tensor."""
+    parts = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    module, _, kind = name.rpartition(".")
+    if module.startswith("model.layers."):
+        _, _, layer, part = module.split(".", 3)
+        return f"blk.{layer}.{parts[part]}.{kind}"
+    return f"{parts[module]}.{kind}"
+
+
+def refusal(model: Path | str, error: type[Exception] = ValueError, **kwargs: Any) -> str:
+    """The message with which an engine refuses a model, after asserting that it does.
+
+    The model's path is cut out: pytest puts the test's name into it, which would match what is searched for.
+    """
+    from nanovllm import LLM
+
+    with pytest.raises(error) as info:
+        LLM(str(model), device="cpu", num_kvcache_blocks=8, **kwargs)
+    return str(info.value).replace(str(model), "MODEL")
 
 
 def smollm2_path() -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from tests.checkpoints import save_random_model
+from tests.checkpoints import save_byte_tokenizer, save_random_model
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +18,16 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, save_random_model(folder, "llama")
 
 
-@pytest.fixture
-def make_llm() -> Iterator[Callable[..., LLM]]:
-    """Makes engines that are closed at the end; every one must then have all its KV blocks back."""
+@pytest.fixture(scope="session")
+def byte_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random two-layer Llama of 320 ids with a byte tokenizer of 300 ids; </s> = 257 ends a sequence."""
+    folder = tmp_path_factory.mktemp("byte_llama")
+    save_random_model(folder, "llama")
+    save_byte_tokenizer(folder, num_specials=44)
+    return folder
+
+
+def _engines() -> Iterator[Callable[..., LLM]]:
     engines: list[LLM] = []
 
     def make(model: Any, **kwargs: Any) -> LLM:
@@ -36,6 +43,49 @@ def make_llm() -> Iterator[Callable[..., LLM]]:
         llm.block_manager.check_integrity(llm.scheduler.unfinished())
         llm.close()
         assert llm.block_manager.num_used_blocks == 0
+
+
+@pytest.fixture
+def make_llm() -> Iterator[Callable[..., LLM]]:
+    """Makes engines that are closed at the end; every one must then have all its KV blocks back."""
+    yield from _engines()
+
+
+@pytest.fixture(scope="module")
+def make_shared_llm() -> Iterator[Callable[..., LLM]]:
+    """Like `make_llm`, for engines that a whole test file shares."""
+    yield from _engines()
+
+
+@pytest.fixture(scope="session")
+def drive() -> Callable[..., tuple[list[Any], list[Any]]]:
+    """Runs prompts through an engine by hand: `drive(llm, prompts, params)` gives the results in the prompts' order
+    and every StepOutput."""
+
+    def run(llm: LLM, prompts: list[Any], params: Any) -> tuple[list[Any], list[Any]]:
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        seq_ids = [llm.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        steps = []
+        while not llm.is_finished():
+            steps.append(llm.step())
+            assert len(steps) < 100_000, "the engine makes no progress"
+        finished = {seq_id: output for step in steps for seq_id, output in step.finished.items()}
+        return [finished[seq_id] for seq_id in seq_ids], steps
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_idle() -> Callable[[LLM], None]:
+    """Asserts that an engine has nothing left to do and all its KV blocks back."""
+
+    def check(llm: LLM) -> None:
+        llm.block_manager.check_integrity(llm.scheduler.unfinished())
+        assert not list(llm.scheduler.unfinished())
+        assert llm.block_manager.num_used_blocks == 0
+        assert llm.is_finished()
+
+    return check
 
 
 @pytest.fixture
