@@ -34,7 +34,7 @@ def main() -> None:
         for repeat in range(args.repeats):
             # Other ids each time: the cache of one pass must not help the next.
             seconds.append(run(llm, with_other_tokens(requests, seed=2 + repeat), args.temperature))
-        backend = llm.runner.backend.name
+        backend = llm.runner.attention_name
     num_output = sum(request.max_tokens for request in requests)
     rates = [num_output / s for s in seconds]
     result = {

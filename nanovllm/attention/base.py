@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,14 +34,19 @@ class AttentionSpec:
 class AttentionBackend(ABC):
     """Attention over the paged KV cache. One object serves all layers of a model.
 
-    A layer's cache is a pair `k_cache`, `v_cache`, each [num_blocks, block_size, num_kv_heads, head_dim].
-    Each forward calls `prepare` once, then in each layer `store_kv` for all tokens and, after it, `decode` for the
-    sequences with one query token and `prefill` for the others (either is skipped if there are none). Thus a
-    token may attend to KV that another sequence of the same batch has just stored in a shared block.
+    A layer's cache is a pair `k_cache`, `v_cache`, each [num_blocks, block_size, num_kv_heads, head_dim]. In each
+    layer the KV of all tokens of the batch is stored before `decode` or `prefill` is called, so a token may attend to
+    KV that another sequence of the same batch has just stored in a shared block.
+
+    Attributes:
+        name: what a user calls it.
+        preferred_block_size: block size if the user leaves the choice.
+        captures_in_graphs: whether `prepare_decode` and `decode` can be captured in a CUDA graph.
     """
 
     name: str
     preferred_block_size: int
+    captures_in_graphs = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -48,21 +54,13 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Reasons why the backend can't serve the spec; empty if it can."""
+        """Reasons why the backend can't serve the spec, a missing package being one; empty if it can."""
 
-    def prepare(self, context: ForwardContext) -> None:
-        """Computes what all layers need of a batch, into `context.attention_plan`. May do nothing."""
+    def prepare_decode(self, context: ForwardContext) -> Any:
+        """What `decode` needs of a batch in every layer; kept as `context.decode_plan`."""
 
-    @abstractmethod
-    def store_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: ForwardContext,
-    ) -> None:
-        """Writes the KV of all T tokens, each [T, num_kv_heads, head_dim], to `context.kv_slots`."""
+    def prepare_prefill(self, context: ForwardContext) -> Any:
+        """What `prefill` needs of a batch in every layer; kept as `context.prefill_plan`."""
 
     @abstractmethod
     def decode(
@@ -71,7 +69,8 @@ class AttentionBackend(ABC):
         """Attention of one query token a sequence.
 
         Args:
-            query: [num_decode_seqs, num_heads, head_dim], of the first sequences of the context.
+            query: [num_decode_seqs, num_heads, head_dim], of the first sequences of the context. A sequence with a
+                context length of 0 is padding: its output may be anything but must not disturb the others'.
 
         Returns:
             The same shape.

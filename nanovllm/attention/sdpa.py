@@ -29,54 +29,52 @@ class SDPABackend(AttentionBackend):
 
     name = "sdpa"
     preferred_block_size = 256
+    captures_in_graphs = False
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         return []
 
-    def prepare(self, context: ForwardContext) -> None:
+    def prepare_decode(self, context: ForwardContext) -> list[_SequencePlan]:
+        return self._plan(context, range(context.num_decode_seqs))
+
+    def prepare_prefill(self, context: ForwardContext) -> list[_SequencePlan]:
+        return self._plan(context, range(context.num_decode_seqs, len(context.context_lens)))
+
+    def _plan(self, context: ForwardContext, rows: range) -> list[_SequencePlan]:
         query_starts = context.query_starts.tolist()
+        context_lens = context.context_lens.tolist()
         block_tables = context.block_tables.tolist()
         block_size = self.spec.block_size
         assert block_size is not None
         plans = []
-        for row, context_len in enumerate(context.context_lens.tolist()):
-            num_blocks = -(-context_len // block_size)
+        for row in rows:
+            num_blocks = -(-context_lens[row] // block_size)
             first, ids = block_tables[row][0], block_tables[row][:num_blocks]
             are_neighbours = ids == list(range(first, first + num_blocks))
             scattered = None if are_neighbours else context.block_tables[row, :num_blocks]
             query_len = query_starts[row + 1] - query_starts[row]
-            plans.append(_SequencePlan(query_starts[row], query_len, context_len, first, scattered))
-        context.attention_plan = plans
-
-    def store_kv(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: ForwardContext,
-    ) -> None:
-        k_cache.flatten(0, 1).index_copy_(0, context.kv_slots, key)
-        v_cache.flatten(0, 1).index_copy_(0, context.kv_slots, value)
+            plans.append(_SequencePlan(query_starts[row], query_len, context_lens[row], first, scattered))
+        return plans
 
     def decode(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         # The query heads that share a KV head are the query rows of one attention problem.
-        grouped = query.unflatten(1, (self.spec.num_kv_heads, -1))  # [S, num_kv_heads, group, head_dim]
-        output = torch.empty_like(grouped)
-        for row, plan in enumerate(context.attention_plan[: context.num_decode_seqs]):
-            key = self._read(k_cache, plan)[None]  # [1, num_kv_heads, context_len, head_dim]
-            value = self._read(v_cache, plan)[None]
-            output[row] = F.scaled_dot_product_attention(grouped[row : row + 1], key, value, scale=self.spec.scale)[0]
-        return output.flatten(1, 2)
+        queries = query.unflatten(1, (self.spec.num_kv_heads, -1)).split(1)  # each [1, num_kv_heads, group, head_dim]
+        outputs = [
+            F.scaled_dot_product_attention(
+                rows, self._read(k_cache, plan), self._read(v_cache, plan), scale=self.spec.scale
+            )
+            for rows, plan in zip(queries, context.decode_plan, strict=True)
+        ]
+        return torch.cat(outputs).flatten(1, 2)
 
     def prefill(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         output = torch.empty_like(query)
-        for plan in context.attention_plan[context.num_decode_seqs :]:
+        for plan in context.prefill_plan:
             start = plan.query_start - context.num_decode_seqs
             rows = slice(start, start + plan.query_len)
             output[rows] = self._prefill_sequence(query[rows], k_cache, v_cache, plan)

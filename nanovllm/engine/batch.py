@@ -1,6 +1,6 @@
 """Packs a scheduled batch into the integer arrays that a forward pass reads. Pure functions, numpy only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,46 +14,34 @@ FloatArray = npt.NDArray[np.float32]
 
 # Stands for a token that is known to the device only: the one its sequence's slot sampled last.
 UNKNOWN_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class SamplingArrays:
-    """How to choose one token for each of N sampled sequences.
-
-    Attributes:
-        temperature: [N], 0 where greedy.
-        keys: [N, 2], bit patterns of two uint32 that key the noise of this token.
-        filter_rows: [M], which of the N rows have a filter (top_k, top_p or min_p).
-        top_k: [M], 0 where off. top_p: [M], 1 where off. min_p: [M], 0 where off.
-        banned_rows, banned_ids: [B] each, pairs of (row of N, token id) that must not be sampled.
-    """
-
-    temperature: FloatArray
-    keys: IntArray
-    filter_rows: IntArray
-    top_k: IntArray
-    top_p: FloatArray
-    min_p: FloatArray
-    banned_rows: IntArray
-    banned_ids: IntArray
+MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """One step's input for S sequences with T query tokens in all, N of them sampled.
 
+    Every array is int32 or float32. The arrays of length N say how each sampled token is chosen.
+
     Attributes:
         token_ids: [T], UNKNOWN_TOKEN where only the device knows it (single-token rows alone).
         positions: [T], of each token in its sequence.
-        kv_slots: [T], where its KV goes: block * block_size + offset ("slot mapping").
+        kv_slots: [T], where its KV goes: block * block_size + offset ("slot mapping"); -1 is not stored.
         query_starts: [S + 1], prefix sums of the query lengths.
         context_lens: [S], KV tokens of the sequence including this step's.
         block_tables: [S, W], padded with 0 to the widest table of the batch.
-        num_decode_seqs: the first so many sequences have one query token.
         slots: [S], each sequence's row in the device's table of last sampled tokens.
-        sampled_rows: [N], which of the S sequences sample a token.
-        prompt_lens: [S].
-        sampling: how they sample it.
+        rope_lens: [T], the context length that a length-dependent rotary embedding adapts to.
+        logits_indices: [N], rows of the T tokens whose logits are wanted.
+        sampled_slots: [N], rows of the table of last sampled tokens that the sampled tokens go to.
+        temperature: [N], 0 where greedy.
+        keys: [N, 2], bit patterns of two uint32 that key the noise of the token.
+        filter_rows: [M], which of the N rows have a filter (top_k, top_p or min_p); -1 is none.
+        top_k: [N], 0 where off. top_p: [N], 1 where off. min_p: [N], 0 where off.
+        banned_rows, banned_ids: [B] each, pairs of (row of N, token id) that must not be sampled.
+        num_decode_seqs: the first so many sequences have one query token.
+        max_query_len: longest query of the others, 0 if there are none.
+        max_context_len: longest context.
     """
 
     token_ids: IntArray
@@ -62,45 +50,132 @@ class PackedBatch:
     query_starts: IntArray
     context_lens: IntArray
     block_tables: IntArray
-    num_decode_seqs: int
     slots: IntArray
-    sampled_rows: IntArray
-    prompt_lens: IntArray
-    sampling: SamplingArrays
+    rope_lens: IntArray
+    logits_indices: IntArray
+    sampled_slots: IntArray
+    temperature: FloatArray
+    keys: IntArray
+    filter_rows: IntArray
+    top_k: IntArray
+    top_p: FloatArray
+    min_p: FloatArray
+    banned_rows: IntArray
+    banned_ids: IntArray
+    num_decode_seqs: int
+    max_query_len: int
+    max_context_len: int
+
+    @property
+    def is_pure_decode(self) -> bool:
+        """Whether every sequence has one query token and samples one, and nothing but filters touches its logits."""
+        num_seqs = len(self.context_lens)
+        return self.num_decode_seqs == num_seqs == len(self.sampled_slots) and not len(self.banned_ids)
 
 
 def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
     """Packs a batch right after it was scheduled, before its sequences move on."""
     sequences = batch.sequences
-    starts = _ints(batch.starts)
-    query_lens = _ints(batch.num_query_tokens)
+    starts, query_lens = _ints(batch.starts), _ints(batch.num_query_tokens)
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int32)
     np.cumsum(query_lens, out=query_starts[1:])
-
     row_of_token = np.repeat(np.arange(len(sequences), dtype=np.int32), query_lens)
     positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[row_of_token]
     block_tables = _pack_block_tables(sequences)
-    kv_slots = block_tables[row_of_token, positions // block_size] * block_size + positions % block_size
-    sampled_rows = np.flatnonzero(batch.is_sampled).astype(np.int32)
+    prompt_lens = _ints([seq.num_prompt_tokens for seq in sequences])
+    slots = _ints([seq.slot for seq in sequences])
+    sampled_rows = np.flatnonzero(batch.is_sampled)
+    num_decode_seqs = int(np.count_nonzero(query_lens == 1))
     return PackedBatch(
         token_ids=_pack_token_ids(batch),
         positions=positions,
-        kv_slots=kv_slots,
+        kv_slots=block_tables[row_of_token, positions // block_size] * block_size + positions % block_size,
         query_starts=query_starts,
         context_lens=starts + query_lens,
         block_tables=block_tables,
-        num_decode_seqs=int(np.count_nonzero(query_lens == 1)),
-        slots=_ints([seq.slot for seq in sequences]),
-        sampled_rows=sampled_rows,
-        prompt_lens=_ints([seq.num_prompt_tokens for seq in sequences]),
-        sampling=pack_sampling(batch.sampled_sequences),
+        slots=slots,
+        # A prompt is rotated for its own length, each later token for the length that it completes.
+        rope_lens=np.maximum(prompt_lens[row_of_token], positions + 1),
+        logits_indices=query_starts[1:][sampled_rows] - 1,
+        sampled_slots=slots[sampled_rows],
+        num_decode_seqs=num_decode_seqs,
+        max_query_len=int(query_lens[num_decode_seqs:].max(initial=0)),
+        max_context_len=int((starts + query_lens).max()),
+        **_pack_sampling(batch.sampled_sequences),
     )
 
 
-def pack_sampling(sequences: list[Sequence]) -> SamplingArrays:
-    """The sampling settings of sequences whose next token was scheduled to be sampled (and is in flight)."""
+def pad_decode(batch: PackedBatch, num_seqs: int, table_width: int, dummy_slot: int) -> PackedBatch:
+    """A pure-decode batch with rows added up to `num_seqs`, tables widened to `table_width`, one filter entry a row.
+
+    The added rows have an empty context, store no KV, and leave their token in `dummy_slot`.
+    """
+    assert batch.is_pure_decode
+    num_added = num_seqs - len(batch.context_lens)
+
+    def pad(array: npt.NDArray[Any], value: float = 0) -> npt.NDArray[Any]:
+        return np.concatenate((array, np.full((num_added, *array.shape[1:]), value, dtype=array.dtype)))
+
+    block_tables = np.zeros((num_seqs, table_width), dtype=np.int32)
+    block_tables[: len(batch.block_tables), : batch.block_tables.shape[1]] = batch.block_tables
+    filter_rows = np.full(num_seqs, -1, dtype=np.int32)
+    filter_rows[: len(batch.filter_rows)] = batch.filter_rows
+    rows = np.arange(num_seqs, dtype=np.int32)
+    return replace(
+        batch,
+        token_ids=pad(batch.token_ids),
+        positions=pad(batch.positions),
+        kv_slots=pad(batch.kv_slots, -1),
+        query_starts=np.arange(num_seqs + 1, dtype=np.int32),
+        context_lens=pad(batch.context_lens),
+        block_tables=block_tables,
+        slots=pad(batch.slots, dummy_slot),
+        rope_lens=pad(batch.rope_lens, 1),
+        logits_indices=rows,
+        sampled_slots=pad(batch.sampled_slots, dummy_slot),
+        temperature=pad(batch.temperature),
+        keys=pad(batch.keys),
+        filter_rows=filter_rows,
+        top_k=pad(batch.top_k),
+        top_p=pad(batch.top_p, 1),
+        min_p=pad(batch.min_p),
+        num_decode_seqs=num_seqs,
+    )
+
+
+def dummy_batch(num_seqs: int, query_len: int, *, dummy_slot: int, num_filters: int = 0) -> PackedBatch:
+    """A batch of the largest cost for its shape, to warm up and to measure with: it stores no KV and reads block 0."""
+    num_tokens = num_seqs * query_len
+    rows = np.arange(num_seqs, dtype=np.int32)
+    positions = np.tile(np.arange(query_len, dtype=np.int32), num_seqs)
+    return PackedBatch(
+        token_ids=np.zeros(num_tokens, dtype=np.int32),
+        positions=positions,
+        kv_slots=np.full(num_tokens, -1, dtype=np.int32),
+        query_starts=np.arange(num_seqs + 1, dtype=np.int32) * query_len,
+        context_lens=np.full(num_seqs, query_len, dtype=np.int32),
+        block_tables=np.zeros((num_seqs, query_len), dtype=np.int32),
+        slots=np.full(num_seqs, dummy_slot, dtype=np.int32),
+        rope_lens=positions + 1,
+        logits_indices=(rows + 1) * query_len - 1,
+        sampled_slots=np.full(num_seqs, dummy_slot, dtype=np.int32),
+        temperature=np.ones(num_seqs, dtype=np.float32),
+        keys=np.zeros((num_seqs, 2), dtype=np.int32),
+        filter_rows=rows[:num_filters],
+        top_k=np.zeros(num_seqs, dtype=np.int32),
+        top_p=np.full(num_seqs, 0.9, dtype=np.float32),
+        min_p=np.zeros(num_seqs, dtype=np.float32),
+        banned_rows=np.zeros(0, dtype=np.int32),
+        banned_ids=np.zeros(0, dtype=np.int32),
+        num_decode_seqs=num_seqs if query_len == 1 else 0,
+        max_query_len=0 if query_len == 1 else query_len,
+        max_context_len=query_len,
+    )
+
+
+def _pack_sampling(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
+    """The sampling arrays of sequences whose next token was scheduled to be sampled (and is in flight)."""
     params = [seq.params for seq in sequences]
-    filter_rows = [row for row, p in enumerate(params) if p.has_filter]
     # The token to be sampled is in flight already: its position is the one before the sequence's new length.
     positions = np.array([seq.num_tokens - 1 for seq in sequences], dtype=np.uint64)
     seeds = np.array([seq.seed for seq in sequences], dtype=np.uint64)
@@ -111,16 +186,16 @@ def pack_sampling(sequences: list[Sequence]) -> SamplingArrays:
         for token_id in seq.stop_ids
     ]
     banned_rows, banned_ids = np.array(banned, dtype=np.int32).reshape(-1, 2).T
-    return SamplingArrays(
-        temperature=_floats([0.0 if p.is_greedy else p.temperature for p in params]),
-        keys=noise_keys(seeds, positions),
-        filter_rows=_ints(filter_rows),
-        top_k=_ints([min(max(params[row].top_k, 0), 2**31 - 1) for row in filter_rows]),
-        top_p=_floats([params[row].top_p for row in filter_rows]),
-        min_p=_floats([params[row].min_p for row in filter_rows]),
-        banned_rows=banned_rows,
-        banned_ids=banned_ids,
-    )
+    return {
+        "temperature": _floats([0.0 if p.is_greedy else p.temperature for p in params]),
+        "keys": noise_keys(seeds, positions),
+        "filter_rows": _ints([row for row, p in enumerate(params) if p.has_filter]),
+        "top_k": _ints([min(max(p.top_k, 0), MAX_TOP_K) for p in params]),
+        "top_p": _floats([p.top_p for p in params]),
+        "min_p": _floats([p.min_p for p in params]),
+        "banned_rows": banned_rows,
+        "banned_ids": banned_ids,
+    }
 
 
 def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> IntArray:

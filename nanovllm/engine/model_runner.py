@@ -1,32 +1,44 @@
 """Everything that happens on the device: weights, KV cache, forward pass, sampling."""
 
+import gc
 import logging
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from nanovllm.attention import select_backend
+from nanovllm.attention import select_backends
 from nanovllm.config import Config
-from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch
+from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
+from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
-from nanovllm.layers.sampler import SamplingTensors, sample
-from nanovllm.models import DecoderForCausalLM, DecoderSpec, resolve_architecture
+from nanovllm.engine.step_tensors import StepTensors, upload, view_flat
+from nanovllm.layers.attention import LayerCache
+from nanovllm.layers.sampler import sample
+from nanovllm.models import build_model, resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
-from nanovllm.utils.context import ForwardContext, forward_context
+from nanovllm.utils.context import forward_context
 from nanovllm.utils.loader import load_dummy_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
+# Kept free beside what the warm-up measured: fragments of the allocator, and libraries' own workspaces.
+_MARGIN_BYTES = 256 << 20
+
 
 @dataclass(frozen=True)
 class StepHandle:
-    """The tokens of a launched step, on their way. `tokens` [N] int64 lives on the device."""
+    """The tokens of a launched step, on their way to the host.
+
+    `tokens` [N] int64 is host memory; it is filled when `done` has happened (at once, where there is none).
+    """
 
     tokens: torch.Tensor
+    done: torch.cuda.Event | None = None
 
     def read(self) -> list[int]:
         """Waits for the step and returns its N tokens."""
+        if self.done is not None:
+            self.done.synchronize()
         return self.tokens.tolist()
 
 
@@ -44,25 +56,37 @@ class ModelRunner:
         Raises:
             ValueError: the checkpoint, the backend or the memory can't serve the config.
         """
-        self.device = resolve_device(config.device)
-        self.dtype = resolve_dtype(config.dtype, checkpoint, self.device)
+        self.config = config
+        self.max_model_len = max_model_len
         self.num_sampled_ids = num_sampled_ids
+        self.device = resolve_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
+        self.dtype = resolve_dtype(config.dtype, checkpoint, self.device)
         model_class, spec = resolve_architecture(checkpoint.config)
         attention_spec = spec.attention_spec(self.dtype, self.device, config.kvcache_block_size)
-        backend_class = select_backend(attention_spec, config.attention_backend)
-        self.block_size = config.kvcache_block_size or backend_class.preferred_block_size
+        backends = select_backends(attention_spec, config.attention_backend)
+        self.attention_name, self.block_size = backends.name, backends.block_size
 
-        self.model = build_model(model_class, spec, self.dtype, self.device)
+        self.model = build_model(model_class, spec, max_model_len, self.dtype, self.device)
         if config.load_format == "dummy":
             load_dummy_weights(self.model)
         else:
             load_weights(self.model, checkpoint)
 
-        self.backend = backend_class(spec.attention_spec(self.dtype, self.device, self.block_size))
-        self.needs_rope_lens = spec.rope.depends_on_length
-        self.num_kv_blocks = config.num_kvcache_blocks or self._measure_kv_blocks(config, max_model_len)
-        self._allocate_kv_cache()
-        self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        attention_spec = spec.attention_spec(self.dtype, self.device, self.block_size)
+        self.prefill_backend = backends.prefill(attention_spec)
+        self.decode_backend = self.prefill_backend
+        if backends.decode is not backends.prefill:
+            self.decode_backend = backends.decode(attention_spec)
+        # The last row is written by padding, and read by nobody.
+        self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        self.graphs: DecodeGraphs | None = None
+        self.num_kv_blocks = self._num_kv_blocks()
+        self._bind_kv_cache(self.num_kv_blocks)
+        if self._wants_graphs:
+            self.graphs = self._capture(graph_batch_sizes(config.max_num_seqs))
         logger.info(
             "%s in %s on %s: KV cache of %d blocks of %d tokens",
             model_class.__name__,
@@ -75,98 +99,116 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: PackedBatch) -> StepHandle:
         """Launches the forward pass and the sampling of a batch."""
-        token_ids, positions = self._to_device(batch.token_ids), self._to_device(batch.positions)
-        slots = self._to_device(batch.slots).long()
-        decode_ids = token_ids[: batch.num_decode_seqs]
-        decode_slots = slots[: batch.num_decode_seqs]
-        decode_ids.copy_(
-            torch.where(decode_ids == UNKNOWN_TOKEN, self.last_tokens[decode_slots].to(torch.int32), decode_ids)
-        )
-        context = self._forward_context(batch)
-        self.backend.prepare(context)
+        if self.graphs is not None and batch.is_pure_decode:
+            tokens = self.graphs.replay(batch)
+        else:
+            tokens = self._execute(view_flat(upload(batch, self.device), batch))
+        if self.device.type == "cpu":
+            return StepHandle(tokens)
+        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        on_host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return StepHandle(on_host, done)
+
+    def _execute(self, inputs: StepTensors) -> torch.Tensor:
+        """A step on the device, from its input to the sampled tokens [N] int64."""
+        token_ids = inputs.token_ids
+        if inputs.num_decode_seqs:
+            decode_ids = token_ids[: inputs.num_decode_seqs]
+            last = self.last_tokens[inputs.slots[: inputs.num_decode_seqs]].int()
+            token_ids = torch.cat((torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids), token_ids[len(last) :]))
+        context = inputs.forward_context()
+        context.decode_plan = self.decode_backend.prepare_decode(context)
+        context.prefill_plan = self.prefill_backend.prepare_prefill(context)
         with forward_context(context):
-            hidden = self.model(token_ids, positions, self._rope_lens(batch))
-            if not len(batch.sampled_rows):
-                return StepHandle(torch.empty(0, dtype=torch.int64))
+            hidden = self.model(token_ids, inputs.positions, inputs.rope_lens)
+            if not len(inputs.sampled_slots):
+                return torch.empty(0, dtype=torch.int64, device=self.device)
             logits = self.model.compute_logits(hidden)[:, : self.num_sampled_ids]
-        tokens = sample(logits, SamplingTensors.from_arrays(batch.sampling, self.device))
-        self.last_tokens[slots[self._to_device(batch.sampled_rows)]] = tokens
-        return StepHandle(tokens)
+        tokens = sample(logits, inputs)
+        self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
+        return tokens
 
-    def _forward_context(self, batch: PackedBatch) -> ForwardContext:
-        query_lens = np.diff(batch.query_starts)
-        return ForwardContext(
-            kv_slots=self._to_device(batch.kv_slots).long(),
-            query_starts=self._to_device(batch.query_starts),
-            context_lens=self._to_device(batch.context_lens),
-            block_tables=self._to_device(batch.block_tables),
-            num_decode_seqs=batch.num_decode_seqs,
-            max_query_len=int(query_lens[batch.num_decode_seqs :].max(initial=0)),
-            logits_indices=self._to_device(batch.query_starts[1:][batch.sampled_rows] - 1).long(),
-        )
+    @property
+    def _wants_graphs(self) -> bool:
+        is_possible = self.device.type == "cuda" and self.decode_backend.captures_in_graphs
+        return is_possible and not self.config.enforce_eager
 
-    def _rope_lens(self, batch: PackedBatch) -> torch.Tensor | None:
-        """Prompt tokens are rotated for the length of their prompt, later ones for the length they complete."""
-        if not self.needs_rope_lens:
-            return None
-        prompt_lens = np.repeat(batch.prompt_lens, np.diff(batch.query_starts))
-        return self._to_device(np.maximum(prompt_lens, batch.positions + 1))
+    def _capture(self, batch_sizes: list[int]) -> DecodeGraphs:
+        with torch.inference_mode():
+            return DecodeGraphs(
+                self._execute,
+                batch_sizes,
+                table_width=-(-self.max_model_len // self.block_size),
+                max_context_len=self.max_model_len,
+                dummy_slot=self.config.max_num_seqs,
+                device=self.device,
+            )
 
-    def _to_device(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]") -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _allocate_kv_cache(self) -> None:
+    def _bind_kv_cache(self, num_blocks: int) -> None:
         spec, layers = self.model.spec, self.model.attention_layers()
-        shape = (len(layers), 2, self.num_kv_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (len(layers), 2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
         self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
         for layer, (k_cache, v_cache) in zip(layers, self.kv_cache, strict=True):
-            layer.bind(self.backend, k_cache, v_cache)
+            layer.cache = LayerCache(k_cache, v_cache, self.prefill_backend, self.decode_backend)
 
-    def _measure_kv_blocks(self, config: Config, max_model_len: int) -> int:
-        block_bytes = self._block_bytes()
-        blocks_per_sequence = -(-max_model_len // self.block_size)
-        max_useful = config.max_num_seqs * blocks_per_sequence * block_bytes
+    def _num_kv_blocks(self) -> int:
+        """The configured number of blocks, or as many as fit."""
+        if self.config.num_kvcache_blocks is not None:
+            return self.config.num_kvcache_blocks
+        spec = self.model.spec
+        block_bytes = 2 * spec.num_layers * self.block_size * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        max_useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size) * block_bytes
         if self.device.type == "cpu":
             num_bytes = cpu_kv_cache_bytes(max_useful)
         else:
+            reserve = self._measure_reserve()
             free, total = torch.cuda.mem_get_info(self.device)
             num_bytes = kv_cache_bytes(
                 total=total,
                 free=free,
-                utilization=config.gpu_memory_utilization,
-                own=torch.cuda.memory_allocated(self.device),
-                reserve=self._activation_bytes(config),
-                max_useful=max_useful,
+                utilization=self.config.gpu_memory_utilization,
+                own=self._free_at_start - free,
+                reserve=reserve,
             )
         if num_bytes < block_bytes:
             raise ValueError(f"the KV cache gets {num_bytes} bytes, but one block takes {block_bytes}")
         return num_bytes // block_bytes
 
-    def _block_bytes(self) -> int:
-        spec = self.model.spec
-        elements = 2 * spec.num_layers * self.block_size * spec.num_kv_heads * spec.head_dim
-        return elements * self.dtype.itemsize
+    @torch.inference_mode()
+    def _measure_reserve(self) -> int:
+        """Bytes that the largest step and the CUDA graphs take beside weights and KV cache. Runs them."""
+        config, dummy_slot = self.config, self.config.max_num_seqs
+        self._bind_kv_cache(1)
+        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        query_len = min(config.max_num_batched_tokens // num_seqs, self.max_model_len)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.run(dummy_batch(num_seqs, query_len, dummy_slot=dummy_slot, num_filters=num_seqs))
+        activations = torch.cuda.max_memory_allocated(self.device) - before
+        graphs = 0
+        if self._wants_graphs:
+            # The largest graph holds the memory that all share; the smallest shows what each costs beside that.
+            sizes = graph_batch_sizes(config.max_num_seqs)
+            largest = self._graph_bytes(sizes[-1:])
+            graphs = largest + (len(sizes) - 1) * max(self._graph_bytes(sizes[:1]), 0)
+        self._release()
+        return activations + graphs + _MARGIN_BYTES
 
-    def _activation_bytes(self, config: Config) -> int:
-        """Upper bound of a step's activations: the widest layer for all tokens, and logits in three copies."""
-        spec = self.model.spec
-        width = 4 * spec.hidden_size + 3 * spec.intermediate_size
-        width += 3 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        return 4 * (config.max_num_batched_tokens * width + 3 * config.max_num_seqs * spec.vocab_size)
+    def _graph_bytes(self, batch_sizes: list[int]) -> int:
+        self._release()
+        before, _ = torch.cuda.mem_get_info(self.device)
+        graphs = self._capture(batch_sizes)
+        torch.cuda.synchronize(self.device)
+        after, _ = torch.cuda.mem_get_info(self.device)
+        del graphs
+        return before - after
 
-
-def build_model(
-    model_class: type[DecoderForCausalLM], spec: DecoderSpec, dtype: torch.dtype, device: torch.device
-) -> DecoderForCausalLM:
-    """An uninitialised model in a dtype on a device."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = model_class(spec)
-    finally:
-        torch.set_default_dtype(previous)
-    return model.to(device).eval()
+    def _release(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
 
 def resolve_device(name: str) -> torch.device:

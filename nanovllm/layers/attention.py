@@ -1,33 +1,83 @@
-"""The attention layer: one layer's part of the KV cache, and a backend that works on it."""
+"""The attention layer: one layer's part of the KV cache, and the backends that work on it."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from nanovllm import kernels
 from nanovllm.attention.base import AttentionBackend
-from nanovllm.utils.context import get_forward_context
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import Rotation, apply_rotary
+from nanovllm.utils.context import ForwardContext, get_forward_context
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What the model runner binds to a layer: its cache, each [num_blocks, block_size, num_kv_heads, head_dim], and
+    the backends that attend over it."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    prefill: AttentionBackend
+    decode: AttentionBackend
 
 
 class Attention(nn.Module):
-    """Stores the new KV, then attends over the cache. The model runner binds backend and cache to it."""
+    """Normalises and rotates queries and keys, stores the new KV, then attends over the cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.backend: AttentionBackend | None = None
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
+        self.head_dim = head_dim
+        self.cache: LayerCache | None = None
 
-    def bind(self, backend: AttentionBackend, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """Attaches the layer's cache, each [num_blocks, block_size, num_kv_heads, head_dim]."""
-        self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
+    def forward(self, qkv: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None, rotation: Rotation) -> torch.Tensor:
+        """[T, (num_heads + 2 num_kv_heads) head_dim] -> [T, num_heads head_dim].
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[T, num_heads, head_dim], twice [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
-        assert self.backend is not None
+        `norms` are those of each head's query and key, where the model has them.
+        """
+        assert self.cache is not None
         context = get_forward_context()
-        self.backend.store_kv(key, value, self.k_cache, self.v_cache, context)
-        num_decode = context.num_decode_seqs
+        query = self._rotate_and_store(qkv, norms, rotation, self.cache, context)
+        num_decode, caches = context.num_decode_seqs, (self.cache.k_cache, self.cache.v_cache)
         outputs = []
         if num_decode:
-            outputs.append(self.backend.decode(query[:num_decode], self.k_cache, self.v_cache, context))
+            outputs.append(self.cache.decode.decode(query[:num_decode], *caches, context))
         if num_decode < len(query):
-            outputs.append(self.backend.prefill(query[num_decode:], self.k_cache, self.v_cache, context))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            outputs.append(self.cache.prefill.prefill(query[num_decode:], *caches, context))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
+
+    def _rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        rotation: Rotation,
+        cache: LayerCache,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """Writes the new keys and values to `context.kv_slots`; returns the queries [T, num_heads, head_dim]."""
+        if kernels.serve(qkv):
+            from nanovllm.kernels.rope_store import qk_norm_rope_store
+
+            return qk_norm_rope_store(
+                qkv,
+                norms[0].weight if norms else None,
+                norms[1].weight if norms else None,
+                norms[0].eps if norms else 0.0,
+                rotation.table,
+                rotation.rows,
+                cache.k_cache,
+                cache.v_cache,
+                context.kv_slots,
+                num_heads=self.head_counts[0],
+                num_kv_heads=self.head_counts[1],
+            )
+        query, key, value = qkv.view(len(qkv), -1, self.head_dim).split(self.head_counts, dim=1)
+        if norms:
+            query, key = norms[0](query), norms[1](key)
+        query, key = apply_rotary(query, rotation), apply_rotary(key, rotation)
+        kv_slots = context.kv_slots.long()
+        cache.k_cache.flatten(0, 1).index_copy_(0, kv_slots, key)
+        cache.v_cache.flatten(0, 1).index_copy_(0, kv_slots, value)
+        return query

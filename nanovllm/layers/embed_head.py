@@ -22,4 +22,5 @@ class LMHead(VocabEmbedding):
     """Hidden states [T, hidden_size] -> logits [N, vocab_size] of the rows that the step samples from."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden[get_forward_context().logits_indices], self.weight)
+        indices = get_forward_context().logits_indices
+        return F.linear(hidden if indices is None else hidden[indices], self.weight)

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from nanovllm import kernels
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32."""
@@ -13,5 +15,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if kernels.serve(x):
+            from nanovllm.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         x32 = x.float()
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+    def add_and_normalize(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x [T, size] to the residual in place, and returns the sum normalised."""
+        if kernels.serve(x):
+            from nanovllm.kernels.norm import add_rms_norm
+
+            return add_rms_norm(x, residual, self.weight, self.eps)
+        return self(residual.add_(x))

@@ -33,7 +33,3 @@ class MergedLinear(Linear):
         for name, size in part_sizes.items():
             self.parts[name] = slice(start, start + size)
             start += size
-
-    def split(self, merged: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parts of an output, as views: [..., out_features] -> one [..., size] each."""
-        return tuple(merged[..., rows] for rows in self.parts.values())

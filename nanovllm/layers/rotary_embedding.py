@@ -62,30 +62,52 @@ class RopeSpec:
         return self.rope_type == "dynamic"
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """The rotations of a batch: token i is rotated by row `rows[i]` of the table.
+
+    Attributes:
+        table: [num_rows, head_dim] float32, cosines in the first half of a row, sines in the second.
+        rows: [T] int32.
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor
+
+
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotation of each position, computed once a forward for all layers."""
+    """The rotation of each position, made once a forward for all layers."""
 
     inverse_frequencies: torch.Tensor
+    table: torch.Tensor
 
-    def __init__(self, spec: RopeSpec) -> None:
+    def __init__(self, spec: RopeSpec, max_len: int) -> None:
+        """`max_len`: positions are below this."""
         super().__init__()
         self.spec = spec
         inverse_frequencies, self.amplitude = _frequencies(spec)
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        num_rows = 0 if spec.depends_on_length else max_len
+        table = self._rows(torch.arange(num_rows, device="cpu"), inverse_frequencies)
+        self.register_buffer("table", table, persistent=False)
 
-    def forward(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines, each [T, 1, head_dim / 2] in float32.
+    def forward(self, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> Rotation:
+        """The rotation of a batch.
 
         Args:
-            positions: [T].
+            positions: [T] int32.
             lengths: [T], the context length that a dynamic embedding adapts to; unused by the others.
         """
-        frequencies = self.inverse_frequencies
-        if self.spec.depends_on_length:
-            assert lengths is not None
-            frequencies = self._dynamic_frequencies(lengths)
-        angles = (positions[:, None].float() * frequencies)[:, None]
-        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+        if not self.spec.depends_on_length:
+            return Rotation(self.table, positions)
+        assert lengths is not None
+        table = self._rows(positions, self._dynamic_frequencies(lengths))
+        return Rotation(table, torch.arange(len(positions), dtype=torch.int32, device=positions.device))
+
+    def _rows(self, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        """[T] positions, [head_dim / 2] or [T, head_dim / 2] frequencies -> [T, head_dim] cosines and sines."""
+        angles = positions[:, None].float() * frequencies
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.amplitude
 
     def _dynamic_frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
         """[T] lengths -> [T, head_dim / 2]. The base grows with the length ("NTK-aware" scaling)."""
@@ -96,8 +118,9 @@ class RotaryEmbedding(nn.Module):
         return (1.0 / theta ** (_exponents(spec).to(lengths.device).double())).float()
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotates x [T, num_heads, head_dim] in float32: dimension i pairs with i + head_dim / 2."""
+    cos, sin = rotation.table[rotation.rows][:, None].chunk(2, dim=-1)  # [T, 1, head_dim / 2]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

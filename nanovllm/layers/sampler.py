@@ -1,36 +1,16 @@
-"""Chooses one token a row of logits, in plain torch: what a CPU runs, and the reference of the GPU kernels."""
+"""Chooses one token a row of logits: by kernels on a GPU, else in plain torch, which is also their reference."""
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 
-from nanovllm.engine.batch import SamplingArrays
+from nanovllm import kernels
+from nanovllm.engine.step_tensors import StepTensors
 
 # Weyl increment and the two multipliers of a 32-bit integer mixer, as signed 32-bit numbers.
 _WEYL = 0x9E3779B9 - 2**32
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
-@dataclass(frozen=True)
-class SamplingTensors:
-    """`SamplingArrays` on the device; see there for shapes and meaning."""
-
-    temperature: torch.Tensor
-    keys: torch.Tensor
-    filter_rows: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    banned_rows: torch.Tensor
-    banned_ids: torch.Tensor
-
-    @classmethod
-    def from_arrays(cls, arrays: SamplingArrays, device: torch.device) -> "SamplingTensors":
-        return cls(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in vars(arrays).values()))
-
-
-def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+def sample(logits: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
     """Draws a token of each row.
 
     Adding Gumbel noise to logits / temperature and taking the largest draws from their softmax (Gumbel, 1954).
@@ -42,18 +22,30 @@ def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     Returns:
         [N] int64.
     """
-    logits[sampling.banned_rows, sampling.banned_ids] = -torch.inf
-    rows = sampling.filter_rows
+    if len(inputs.banned_ids):
+        logits[inputs.banned_rows, inputs.banned_ids] = -torch.inf
+    if kernels.serve(logits):
+        from nanovllm.kernels import sampling
+
+        if len(inputs.filter_rows):
+            filters = (inputs.top_k, inputs.top_p, inputs.min_p)
+            sampling.filter_logits_(logits, inputs.filter_rows, inputs.temperature, *filters)
+        return sampling.sample(logits, inputs.temperature, inputs.keys)
+    rows = inputs.filter_rows.long()
     if len(rows):
-        scaled = logits[rows].float() / sampling.temperature[rows, None]
-        kept = filter_mask(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+        scaled = logits[rows].float() / inputs.temperature[rows, None]
+        kept = filter_mask(scaled, inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
         logits[rows] = logits[rows].masked_fill(~kept, -torch.inf)
+    return _draw(logits, inputs.temperature, inputs.keys)
+
+
+def _draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    is_greedy = (sampling.temperature == 0).tolist()
+    is_greedy = (temperature == 0).tolist()
     for row, greedy in enumerate(is_greedy):  # one at a time: a row and its noise stay in the cache of a core
         scores = logits[row]
         if not greedy:
-            scores = scores.float() / sampling.temperature[row] + gumbel_noise(sampling.keys[row], len(scores))
+            scores = scores.float() / temperature[row] + gumbel_noise(keys[row], len(scores))
         tokens[row] = scores.argmax()
     return tokens
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
 
 # Name in the config -> module of this package. The module holds a class of that name.
@@ -13,7 +15,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 
-__all__ = ["ARCHITECTURES", "DecoderForCausalLM", "DecoderSpec", "resolve_architecture"]
+__all__ = ["ARCHITECTURES", "DecoderForCausalLM", "DecoderSpec", "build_model", "resolve_architecture"]
 
 
 def resolve_architecture(config: Any) -> tuple[type[DecoderForCausalLM], DecoderSpec]:
@@ -33,3 +35,21 @@ def resolve_architecture(config: Any) -> tuple[type[DecoderForCausalLM], Decoder
         raise ValueError("quantized checkpoints are not supported: quantization_config is set")
     cls = getattr(import_module(f"nanovllm.models.{ARCHITECTURES[name]}"), name)
     return cls, cls.make_spec(config)
+
+
+def build_model(
+    model_class: type[DecoderForCausalLM],
+    spec: DecoderSpec,
+    max_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderForCausalLM:
+    """A model for sequences of up to `max_len` tokens, its parameters of a dtype, on a device, and uninitialised."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = model_class(spec, max_len)
+    finally:
+        torch.set_default_dtype(previous)
+    return model.to(device).eval()

@@ -1,5 +1,6 @@
 """The one decoder-only transformer that all supported architectures are; a model file states what differs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear
-from nanovllm.layers.rotary_embedding import RopeSpec, RotaryEmbedding, apply_rotary
+from nanovllm.layers.rotary_embedding import RopeSpec, RotaryEmbedding, Rotation
 
 
 @dataclass(frozen=True)
@@ -88,23 +89,19 @@ def _sliding_window(config: Any) -> int | None:
 class DecoderAttention(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(spec.hidden_size, parts, spec.qkv_bias)
         self.o_proj = Linear(q_size, spec.hidden_size, spec.output_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.attention = Attention()
+        self.norms = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+            self.norms = (self.q_norm, self.k_norm)
+        self.attention = Attention(spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
-    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        # Each [T, heads of its kind, head_dim].
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj.split(self.qkv_proj(hidden))
-        )
-        query = apply_rotary(self.q_norm(query), *rotary)
-        key = apply_rotary(self.k_norm(key), *rotary)
-        return self.o_proj(self.attention(query, key, value).flatten(1))
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return self.o_proj(self.attention(self.qkv_proj(hidden), self.norms, rotation))
 
 
 class DecoderMLP(nn.Module):
@@ -115,7 +112,7 @@ class DecoderMLP(nn.Module):
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(*self.gate_up_proj.split(self.gate_up_proj(hidden))))
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
 
 
 class DecoderLayer(nn.Module):
@@ -126,34 +123,35 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = DecoderMLP(spec)
 
-    def forward(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
 
 class Decoder(nn.Module):
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, max_len: int) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(spec) for _ in range(spec.num_layers))
+        layers = [DecoderLayer(spec) for _ in range(spec.num_layers)]
+        self.layers: Iterable[DecoderLayer] = nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.rotary = RotaryEmbedding(spec.rope)
+        self.rotary = RotaryEmbedding(spec.rope, max_len)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rope_lens: torch.Tensor | None) -> torch.Tensor:
-        hidden = self.embed_tokens(token_ids)
-        rotary = self.rotary(positions, rope_lens)
+        rotation = self.rotary(positions, rope_lens)
+        # The residual stream takes each block's output together with the norm that comes next: one kernel on a GPU.
+        residual = self.embed_tokens(token_ids)
+        output = torch.zeros_like(residual)
         for layer in self.layers:
-            hidden = layer(hidden, rotary)
-        return self.norm(hidden)
+            output = layer.self_attn(layer.input_layernorm.add_and_normalize(output, residual), rotation)
+            output = layer.mlp(layer.post_attention_layernorm.add_and_normalize(output, residual))
+        return self.norm.add_and_normalize(output, residual)
 
 
 class DecoderForCausalLM(nn.Module):
     """Base of the architectures. Module names are those of the checkpoints, so that tensors find their place."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, max_len: int) -> None:
+        """`max_len`: positions are below this."""
         super().__init__()
         self.spec = spec
-        self.model = Decoder(spec)
+        self.model = Decoder(spec, max_len)
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -15,14 +15,15 @@ class ForwardContext:
     The first `num_decode_seqs` sequences have one query token each, so their tokens are the first of the batch.
 
     Attributes:
-        kv_slots: [T] int64, where each token's KV is stored: block * block_size + offset.
+        kv_slots: [T] int32, where each token's KV is stored: block * block_size + offset; -1 is not stored.
         query_starts: [S + 1] int32, prefix sums of the query lengths.
         context_lens: [S] int32, KV tokens of each sequence, this step's included.
         block_tables: [S, W] int32.
         num_decode_seqs: number of sequences with one query token.
         max_query_len: longest query of the others, 0 if there are none.
-        logits_indices: [N] int64, rows of the T tokens whose logits are wanted.
-        attention_plan: what the attention backends prepared for this batch, once for all layers.
+        max_context_len: at least the longest context.
+        logits_indices: [N] int64, rows of the T tokens whose logits are wanted; None means all of them.
+        decode_plan, prefill_plan: what the attention backends prepared for this batch, once for all layers.
     """
 
     kv_slots: torch.Tensor
@@ -31,8 +32,10 @@ class ForwardContext:
     block_tables: torch.Tensor
     num_decode_seqs: int
     max_query_len: int
-    logits_indices: torch.Tensor
-    attention_plan: Any = None
+    max_context_len: int
+    logits_indices: torch.Tensor | None
+    decode_plan: Any = None
+    prefill_plan: Any = None
 
 
 _current: ForwardContext | None = None

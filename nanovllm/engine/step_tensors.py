@@ -1,0 +1,99 @@
+"""A packed batch on the device: one buffer, one copy."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanovllm.engine.batch import PackedBatch
+from nanovllm.utils.context import ForwardContext
+
+# Kernels compile another variant for pointers that are not aligned to 16 bytes, so each array begins at such a place.
+_ALIGNMENT = 4
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """The arrays of a `PackedBatch` as tensors; see there for shapes and meaning."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+    rope_lens: torch.Tensor
+    logits_indices: torch.Tensor
+    sampled_slots: torch.Tensor
+    temperature: torch.Tensor
+    keys: torch.Tensor
+    filter_rows: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    banned_rows: torch.Tensor
+    banned_ids: torch.Tensor
+    num_decode_seqs: int
+    max_query_len: int
+    max_context_len: int
+    all_rows_sampled: bool = False
+
+    def forward_context(self) -> ForwardContext:
+        return ForwardContext(
+            kv_slots=self.kv_slots,
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            num_decode_seqs=self.num_decode_seqs,
+            max_query_len=self.max_query_len,
+            max_context_len=self.max_context_len,
+            logits_indices=None if self.all_rows_sampled else self.logits_indices,
+        )
+
+
+_ARRAY_NAMES = [field.name for field in fields(StepTensors) if field.type is torch.Tensor]
+
+
+def flatten(batch: PackedBatch) -> npt.NDArray[np.int32]:
+    """All arrays of a batch one after the other, as 32-bit patterns, each at a multiple of 16 bytes."""
+    arrays = [getattr(batch, name) for name in _ARRAY_NAMES]
+    flat = np.empty(sum(_padded(array.size) for array in arrays), dtype=np.int32)
+    offset = 0
+    for array in arrays:
+        flat[offset : offset + array.size] = array.view(np.int32).ravel()
+        offset += _padded(array.size)
+    return flat
+
+
+def view_flat(flat: torch.Tensor, batch: PackedBatch, **changes: Any) -> StepTensors:
+    """The arrays of `batch` as views of a flattened copy of it, on whatever device that is."""
+    tensors: dict[str, Any] = {}
+    offset = 0
+    for name in _ARRAY_NAMES:
+        array = getattr(batch, name)
+        part = flat[offset : offset + array.size]
+        tensors[name] = (part.view(torch.float32) if array.dtype == np.float32 else part).view(array.shape)
+        offset += _padded(array.size)
+    return StepTensors(
+        **tensors,
+        **{
+            "num_decode_seqs": batch.num_decode_seqs,
+            "max_query_len": batch.max_query_len,
+            "max_context_len": batch.max_context_len,
+            "all_rows_sampled": batch.is_pure_decode,
+            **changes,
+        },
+    )
+
+
+def upload(batch: PackedBatch, device: torch.device) -> torch.Tensor:
+    """The flattened batch on the device. The copy is only enqueued: pinned memory is not reused before it is done."""
+    flat = torch.from_numpy(flatten(batch))
+    return flat if device.type == "cpu" else flat.pin_memory().to(device, non_blocking=True)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
