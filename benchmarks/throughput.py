@@ -65,8 +65,9 @@ def run_nanovllm(model: str, args: argparse.Namespace) -> Iterator[tuple[str, di
             num_output = sum(request.max_tokens for request in job.make(0))
             print(
                 f"{name}: {job.description}\n  {rates.bytes_per_second / 1e12:.2f} TB/s, "
-                f"{rates.flops_per_second / 1e12:.0f} TFLOP/s; bound {num_output / limit.seconds:,.0f} output tok/s "
-                f"({limit.weight_seconds:.2f} s weights, {limit.kv_seconds:.2f} KV, {limit.prefill_seconds:.2f} prefill)"
+                f"{rates.flops_per_second / 1e12:.0f} TFLOP/s; bound {num_output / limit.seconds:,.0f} output tok/s: "
+                f"weights {limit.weight_seconds:.2f} s, KV {limit.kv_seconds:.2f} s, "
+                f"prompts {limit.prefill_seconds:.2f} s"
             )
             run_pass(llm, job.make(1), args)
             if is_gpu:

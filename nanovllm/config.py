@@ -1,6 +1,7 @@
 """What the user may set about an engine. Frozen: anything derived from it is returned, never written back."""
 
 import difflib
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -49,27 +50,24 @@ class Config:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
-            check_int(name, getattr(self, name), 1)
-        check_int("max_model_len", self.max_model_len, 2)
-        for name in ("kvcache_block_size", "num_kvcache_blocks"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0)
+        minimums = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "tensor_parallel_size": 1, "max_model_len": 2}
+        optional = {"kvcache_block_size": 1, "num_kvcache_blocks": 1, "seed": 0}
+        minimums.update((name, low) for name, low in optional.items() if getattr(self, name) is not None)
+        for name, low in minimums.items():  # as plain ints: numpy's would change the type of index arrays
+            object.__setattr__(self, name, check_int(name, getattr(self, name), low))
         for name in ("enforce_eager", "enable_prefix_caching"):
             check_bool(name, getattr(self, name))
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        for name in ("device", "attention_backend"):
+        for name in ("model", "device", "dtype", "attention_backend", "load_format"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a string, got {getattr(self, name)!r}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
         if self.tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far")
 
     @classmethod
-    def from_kwargs(cls, model: str, **kwargs: Any) -> "Config":
+    def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> "Config":
         """Builds a config from an engine's keywords.
 
         Raises:
@@ -81,7 +79,7 @@ class Config:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                 raise TypeError(f"unknown keyword {name!r}; did you mean {nearest!r}?")
-        return cls(model=str(model), **kwargs)
+        return cls(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **kwargs)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

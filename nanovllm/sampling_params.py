@@ -43,17 +43,21 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        check_number("temperature", self.temperature, 0.0)
-        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_int("max_tokens", self.max_tokens, 1)
-        check_int("top_k", self.top_k, -1)
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, MAX_SEED)
-        check_bool("ignore_eos", self.ignore_eos)
-        check_bool("skip_special_tokens", self.skip_special_tokens)
+        max_tokens = check_int("max_tokens", self.max_tokens, 1)
+        checked = {
+            "temperature": check_number("temperature", self.temperature, 0.0),
+            "max_tokens": max_tokens,
+            "min_tokens": check_int("min_tokens", self.min_tokens, 0, max_tokens),
+            "ignore_eos": check_bool("ignore_eos", self.ignore_eos),
+            "top_p": check_number("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "top_k": check_int("top_k", self.top_k, -1),
+            "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
+            "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -68,7 +72,4 @@ class SamplingParams:
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
-    token_ids = tuple(value)
-    for token_id in token_ids:
-        check_int(f"each of {name}", token_id, 0)
-    return token_ids
+    return tuple(check_int(f"each of {name}", token_id, 0) for token_id in value)

@@ -170,7 +170,7 @@ def save_gguf(
 
     Args:
         architecture: GGUF's name of it: "llama", "qwen2", "qwen3" or anything else.
-        metadata: more keys, without their prefix "<architecture>.".
+        metadata: more keys, or other values of them, without their prefix "<architecture>.".
         extra_tensors: more tensors, under their GGUF names.
         tensor_type: GGUF's name of the type of the matrices. The model's own are rounded to what it can hold.
     """
@@ -179,21 +179,23 @@ def save_gguf(
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     theta = getattr(config, "rope_theta", None)  # transformers 4
-    writer.add_rope_freq_base(theta or config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    for key, value in (metadata or {}).items():
+    values: dict[str, str | int | float] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(theta or config.rope_parameters["rope_theta"]),
+        "vocab_size": config.vocab_size,
+    }
+    for key, value in (values | dict(metadata or {})).items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
         add(f"{architecture}.{key}", value)
     _add_gguf_tokenizer(writer, config.vocab_size)

@@ -15,6 +15,7 @@ FloatArray = npt.NDArray[np.float32]
 # Stands for a token that is known to the device only: the one its sequence's slot sampled last.
 UNKNOWN_TOKEN = -1
 MAX_TOP_K = 2**31 - 1
+MAX_TEMPERATURE = 1e38  # finite in float32: -inf divided by infinity would be NaN, which an argmax prefers
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
         num_decode_seqs=num_decode_seqs,
         max_query_len=int(query_lens[num_decode_seqs:].max(initial=0)),
         max_context_len=int((starts + query_lens).max()),
-        **_pack_sampling(batch.sampled_sequences),
+        **pack_sampling(batch.sampled_sequences),
     )
 
 
@@ -173,7 +174,7 @@ def dummy_batch(num_seqs: int, query_len: int, *, dummy_slot: int, num_filters: 
     )
 
 
-def _pack_sampling(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
+def pack_sampling(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
     """The sampling arrays of sequences whose next token was scheduled to be sampled (and is in flight)."""
     params = [seq.params for seq in sequences]
     # The token to be sampled is in flight already: its position is the one before the sequence's new length.
@@ -187,7 +188,7 @@ def _pack_sampling(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
     ]
     banned_rows, banned_ids = np.array(banned, dtype=np.int32).reshape(-1, 2).T
     return {
-        "temperature": _floats([0.0 if p.is_greedy else p.temperature for p in params]),
+        "temperature": _floats([0.0 if p.is_greedy else min(p.temperature, MAX_TEMPERATURE) for p in params]),
         "keys": noise_keys(seeds, positions),
         "filter_rows": _ints([row for row, p in enumerate(params) if p.has_filter]),
         "top_k": _ints([min(max(p.top_k, 0), MAX_TOP_K) for p in params]),

@@ -36,16 +36,18 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first goes first
+        self.reset()
+
+    def reset(self) -> None:
+        """Frees every block and forgets every content."""
+        self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
+        # The first goes first.
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
         self._next_content_id = 1
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
 
     @property
     def num_free_blocks(self) -> int:
@@ -136,15 +138,12 @@ class BlockManager:
         seq.num_shared_blocks = seq.num_published_blocks = 0
         seq.last_content_id = -seq.cache_salt
 
-    def reset_cache(self) -> None:
-        """Forgets every published content, e.g. because a launch failed after its blocks were published."""
-        for block_id in list(self.hash_to_block_id.values()):
-            self._clear_content(self.blocks[block_id])
-
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises RuntimeError if an invariant is broken. `sequences` are all that may hold blocks."""
         sequences = list(sequences)
         holders = Counter(block_id for seq in sequences for block_id in seq.block_table)
+        if unknown := (holders.keys() | self.free_block_ids.keys()) - set(range(self.num_blocks)):
+            raise RuntimeError(f"blocks {sorted(unknown)} don't exist")
         for block in self.blocks:
             if block.ref_count != holders[block.block_id]:
                 raise RuntimeError(f"{block}: held by {holders[block.block_id]} tables")
@@ -189,6 +188,8 @@ class BlockManager:
         del self.hash_to_block_id[block.hash]
         block.hash = block.content_id = block.parent_content_id = 0
         block.token_bytes = b""
+        if block.block_id in self.free_block_ids:
+            self.free_block_ids.move_to_end(block.block_id, last=False)
 
     def _block_bytes(self, seq: Sequence, index: int) -> bytes:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()

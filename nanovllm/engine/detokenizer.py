@@ -6,7 +6,6 @@ from typing import Any
 # Tokens of the prompt's end that are decoded together with the output: enough for a character whose bytes
 # are spread over tokens, and for tokenizers that treat the first token of a text differently.
 _NUM_CONTEXT_TOKENS = 8
-_REPLACEMENT = "\ufffd"  # stands for bytes that don't make a character (yet)
 
 
 def decode_output(
@@ -22,10 +21,9 @@ def decode_output(
     context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
     before = _decode(tokenizer, context, skip_special_tokens)
     whole = _decode(tokenizer, context + list(output_token_ids), skip_special_tokens)
-    before = before.rstrip(_REPLACEMENT)
-    if whole.startswith(before):
-        return whole[len(before) :]
-    return _decode(tokenizer, list(output_token_ids), skip_special_tokens)
+    # Where the output completes a character, the two differ from that character's stand-in (U+FFFD) on.
+    num_common = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), None)
+    return whole[min(len(before), len(whole)) if num_common is None else num_common :]
 
 
 def _decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
+IdArray = npt.NDArray[np.integer[Any]]
 
 
 class InputProcessor:
@@ -43,9 +45,10 @@ class InputProcessor:
         encoded = dict(zip(texts, self._encode(list(texts.values())), strict=True))
         token_ids = []
         for index, prompt in enumerate(prompts):
-            ids = encoded[index] if index in encoded else self._check_token_ids(prompt, index)
+            ids = encoded[index] if index in encoded else _as_array(prompt, index)
             self._check_length(len(ids), index)
-            token_ids.append(ids)
+            self._check_range(ids, index)
+            token_ids.append(array("i", ids.astype(np.int32).tobytes()))
         return token_ids
 
     def process_params(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
@@ -76,7 +79,7 @@ class InputProcessor:
         """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""
         return min(num_prompt_tokens + max_tokens, self.max_model_len, self.num_kv_tokens + 1)
 
-    def _encode(self, texts: list[str]) -> list["array[int]"]:
+    def _encode(self, texts: list[str]) -> list[IdArray]:
         if not texts:
             return []
         if self.tokenizer is None:
@@ -87,26 +90,15 @@ class InputProcessor:
             # A chat template has written its own beginning-of-sequence token.
             if bos_token and text.startswith(bos_token) and ids[:2] == [bos_id, bos_id]:
                 del ids[0]
-        return [array("i", ids) for ids in encoded]
+        return [np.array(ids, dtype=np.int64) for ids in encoded]
 
-    def _check_token_ids(self, prompt: Any, index: int) -> "array[int]":
-        if isinstance(prompt, str | bytes | dict | set) or not hasattr(prompt, "__len__"):
-            raise TypeError(f"prompt {index}: must be a string or a list of token ids, got {prompt!r:.80}")
-        if not len(prompt):
-            return array("i")
-        try:
-            ids = np.asarray(prompt)
-        except ValueError as error:  # ragged nesting
-            raise TypeError(f"prompt {index}: must be a flat list of token ids") from error
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(f"prompt {index}: must be a flat list of integers, got {prompt!r:.80}")
+    def _check_range(self, ids: IdArray, index: int) -> None:
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if len(outside):
             position = int(outside[0])
             raise ValueError(
                 f"prompt {index}: token id {ids[position]} at position {position} is outside [0, {self.vocab_size})"
             )
-        return array("i", ids.astype(np.int32).tobytes())
 
     def _check_length(self, num_tokens: int, index: int) -> None:
         if num_tokens == 0:
@@ -120,3 +112,19 @@ class InputProcessor:
             raise ValueError(
                 f"prompt {index}: has {num_tokens} tokens, but the whole KV cache holds {self.num_kv_tokens}"
             )
+
+
+def _as_array(prompt: Any, index: int) -> IdArray:
+    """A prompt of token ids as an integer array [num_tokens]."""
+    is_sequence = isinstance(prompt, np.ndarray | Sequence) or hasattr(prompt, "__array__")
+    if isinstance(prompt, str | bytes) or not is_sequence:
+        raise TypeError(f"prompt {index}: must be a string or a list of token ids, got {prompt!r:.80}")
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:  # ragged nesting
+        raise TypeError(f"prompt {index}: must be a flat list of token ids") from error
+    if ids.shape == (0,):
+        ids = ids.astype(np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"prompt {index}: must be a flat list of integers, got {prompt!r:.80}")
+    return ids

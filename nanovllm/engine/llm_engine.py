@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.models import resolve_architecture
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
+from nanovllm.utils.context import clear_forward_context
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ class LLMEngine:
         self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
         if self.max_model_len < self.config.max_model_len:
             logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
-        num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
-        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
+        self._num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
+        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, self._num_sampled_ids)
 
         num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
         self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
@@ -68,14 +70,16 @@ class LLMEngine:
         self._random = random.Random(self.config.seed)
         self._next_seq_id = 0
         self._in_flight: tuple[ScheduledBatch, StepHandle] | None = None
-        self._unclaimed: dict[int, RequestOutput] = {}  # results that the next step() reports
+        # Every request is in one of these from its arrival until it is reported.
+        self._unfinished: dict[int, Sequence] = {}
+        self._ended: dict[int, Sequence] = {}
         self._is_closed = False
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its seq_id. Raises like `generate`."""
         self._check_open()
         (seq,) = self._make_sequences([prompt], sampling_params)
-        self.scheduler.add(seq)
+        self._enqueue(seq)
         return seq.seq_id
 
     def abort(self, seq_id: int) -> bool:
@@ -85,27 +89,27 @@ class LLMEngine:
         if seq is None:
             return False
         self.scheduler.finish(seq, "abort")
-        self._unclaimed[seq_id] = self._make_output(seq)
+        self._retire([seq])
         return True
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to compute, to read or to report."""
-        return not (self.scheduler.has_sequences or self._in_flight or self._unclaimed)
+        return not (self._unfinished or self._ended or self._in_flight)
 
     def step(self) -> StepOutput:
         """Launches one step and returns the results of the step before.
 
-        If it raises, every request in the engine is aborted, and the engine can be used again.
+        If it raises, every request in the engine is aborted, the next call reports them, and the engine goes on.
         """
         self._check_open()
         output = self._step()
-        output.finished.update(self._unclaimed)
-        self._unclaimed.clear()
+        for seq_id in list(self._ended):
+            output.finished[seq_id] = self._make_output(self._ended.pop(seq_id))
         return output
 
     def generate(
         self,
-        prompts: str | list[Prompt],
+        prompts: str | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -129,18 +133,16 @@ class LLMEngine:
         own_ids = {seq.seq_id for seq in sequences}
         try:
             for seq in sequences:
-                self.scheduler.add(seq)
+                self._enqueue(seq)
             with ProgressBar(len(sequences), enabled=use_tqdm) as progress:
                 while len(outputs) < len(sequences):
                     step = self._step()
-                    for seq_id, output in step.finished.items():
-                        (outputs if seq_id in own_ids else self._unclaimed)[seq_id] = output
-                    progress.update(step)
-        except BaseException:
-            for seq in sequences:
-                if self.scheduler.find(seq.seq_id):
-                    self.scheduler.finish(seq, "abort")
-            raise
+                    own_ended = own_ids & self._ended.keys()
+                    for seq_id in own_ended:
+                        outputs[seq_id] = self._make_output(self._ended.pop(seq_id))
+                    progress.update(step, len(own_ended))
+        finally:
+            self._forget(sequences)
         return [outputs[seq.seq_id] for seq in sequences]
 
     def close(self) -> None:
@@ -149,6 +151,7 @@ class LLMEngine:
             return
         self._is_closed = True
         self._abort_all()
+        self._ended.clear()
         del self.runner
 
     exit = close
@@ -172,9 +175,8 @@ class LLMEngine:
                 raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
             return self._read(previous, batch or ScheduledBatch())
         except BaseException:
-            # What was scheduled may never have been computed: nothing may be built on it.
-            for seq in self._abort_all():
-                self._unclaimed[seq.seq_id] = self._make_output(seq)
+            # What was scheduled may never have been computed, and queues may be half changed: nothing is built on it.
+            self._abort_all()
             raise
 
     def _read(self, previous: tuple[ScheduledBatch, StepHandle] | None, launched: ScheduledBatch) -> StepOutput:
@@ -188,16 +190,49 @@ class LLMEngine:
         if previous is not None:
             batch, handle = previous
             token_ids = handle.read()
-            live = [not seq.is_finished for seq in batch.sampled_sequences]
-            finished = self.scheduler.postprocess(batch, token_ids)
-            for seq, token_id, is_live in zip(batch.sampled_sequences, token_ids, live, strict=True):
-                if is_live:
+            for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
+                if not seq.is_finished:
                     output.new_token_ids[seq.seq_id] = [token_id]
-            for seq in finished:
-                output.finished[seq.seq_id] = self._make_output(seq)
+            self._retire(self.scheduler.postprocess(batch, token_ids))
         output.num_used_blocks = self.block_manager.num_used_blocks
         output.num_free_blocks = self.block_manager.num_free_blocks
         return output
+
+    def _enqueue(self, seq: Sequence) -> None:
+        self._unfinished[seq.seq_id] = seq
+        self.scheduler.add(seq)
+
+    def _retire(self, sequences: list[Sequence]) -> None:
+        """Keeps finished sequences to be reported."""
+        for seq in sequences:
+            self._ended[seq.seq_id] = seq
+            self._unfinished.pop(seq.seq_id, None)
+        self._drop_idle_step()
+
+    def _drop_idle_step(self) -> None:
+        """Forgets the step in flight if its tokens concern nobody any more."""
+        if self._in_flight is not None and all(seq.is_finished for seq in self._in_flight[0].sequences):
+            self._in_flight = None
+
+    def _forget(self, sequences: list[Sequence]) -> None:
+        """Removes what is left of a call's sequences: nothing, unless it failed."""
+        for seq in sequences:
+            if self.scheduler.find(seq.seq_id):
+                self.scheduler.finish(seq, "abort")
+            self._unfinished.pop(seq.seq_id, None)
+            self._ended.pop(seq.seq_id, None)
+        self._drop_idle_step()
+
+    def _abort_all(self) -> None:
+        """Ends every request, whatever state it is in, and begins with empty queues, blocks and cache."""
+        clear_forward_context()
+        self.scheduler.reset()
+        self._in_flight = None
+        sequences = list(self._unfinished.values())
+        for seq in sequences:
+            if not seq.is_finished:  # one that is has ended in the very step that failed
+                seq.end("abort")
+        self._retire(sequences)
 
     def _make_sequences(self, prompts: Any, sampling_params: Any) -> list[Sequence]:
         token_ids = self.inputs.process_prompts(prompts)
@@ -208,6 +243,7 @@ class LLMEngine:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_token_ids
+        stop_ids = frozenset(id for id in stop_ids if id < self._num_sampled_ids)  # the others never come
         is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
         seq = Sequence(
             self._next_seq_id,
@@ -236,14 +272,6 @@ class LLMEngine:
             stop_reason=seq.stop_reason,
             num_cached_tokens=seq.num_cached_tokens or 0,
         )
-
-    def _abort_all(self) -> list[Sequence]:
-        sequences = list(self.scheduler.unfinished())
-        for seq in sequences:
-            self.scheduler.finish(seq, "abort")
-        self.block_manager.reset_cache()
-        self._in_flight = None
-        return sequences
 
     def _check_open(self) -> None:
         if self._is_closed:

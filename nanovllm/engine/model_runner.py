@@ -218,7 +218,7 @@ def resolve_device(name: str) -> torch.device:
         ValueError: it is not a device, or not there.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -227,7 +227,7 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    return device if device.type == "cpu" else torch.device("cuda", device.index or 0)
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:

@@ -21,10 +21,11 @@ class ProgressBar:
         self._num_prefill_tokens = self._num_decode_tokens = self._num_finished = 0
         self._start = self._last_refresh = time.perf_counter()
 
-    def update(self, step: StepOutput) -> None:
+    def update(self, step: StepOutput, num_finished: int) -> None:
+        """Counts a step, and how many of the bar's requests it finished."""
         self._num_prefill_tokens += step.num_prefill_tokens
         self._num_decode_tokens += len(step.new_token_ids)
-        self._num_finished += len(step.finished)
+        self._num_finished += num_finished
         now = time.perf_counter()
         if now - self._last_refresh >= _REFRESH_SECONDS:
             self._refresh(now)

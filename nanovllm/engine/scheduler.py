@@ -121,15 +121,21 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends a waiting or running sequence and takes its blocks; tokens in flight are dropped."""
-        seq.num_in_flight = 0
         if seq.status is SequenceStatus.RUNNING:
             self.block_manager.publish(seq)
             self._release(seq)
         else:
             del self.waiting[seq.seq_id]
             self._is_admission_blocked = False  # the head of the queue may be another one now
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        seq.end(reason)
+
+    def reset(self) -> None:
+        """Empties queues, blocks and prefix cache, whatever state an exception has left them in."""
+        self.waiting.clear()
+        self.running.clear()
+        self._free_slots = list(reversed(range(self.max_num_seqs)))
+        self._is_admission_blocked = False
+        self.block_manager.reset()
 
     def find(self, seq_id: int) -> Sequence | None:
         return self.running.get(seq_id) or self.waiting.get(seq_id)

@@ -87,6 +87,12 @@ class Sequence:
         self.last_content_id = -cache_salt  # identity of the last of them; the root's is the negated salt
         self.block_hashes: list[int] = []  # chained hash of each full block of known tokens, filled on demand
 
+    def end(self, reason: str) -> None:
+        """Marks the sequence finished; tokens in flight are dropped."""
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.num_in_flight = 0
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_in_flight

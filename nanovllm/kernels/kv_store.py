@@ -73,8 +73,8 @@ def store_kv(
         raise ValueError(
             f"key {tuple(key.shape)}, value {tuple(value.shape)}, slot_mapping {tuple(slot_mapping.shape)} disagree"
         )
-    if key.stride(2) != 1 or value.stride(2) != 1:
-        raise ValueError("the last dimension of key and value must be contiguous")
+    if key.stride(2) != 1 or value.stride(2) != 1 or not slot_mapping.is_contiguous():
+        raise ValueError("slot_mapping and the last dimension of key and value must be contiguous")
     if num_tokens == 0:
         return
     dims = triton.next_power_of_2(head_dim)

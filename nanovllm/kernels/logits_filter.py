@@ -175,8 +175,8 @@ def _filter_kernel(
     num_ties = tl.full([], UNLIMITED, tl.int32)
     if by_count:
         target = top_k.to(tl.float32)
-        low = _lower_bound(maxima, 1.0, target, cut, high, dtype)
-        low = tl.maximum(low - 1, cut)  # so that the search tries the bound itself first: it mostly ends there
+        # - 1: so that the search tries the bound itself, where it mostly ends
+        low = tl.maximum(_lower_bound(maxima, 1.0, target, cut, high, dtype) - 1, cut)
         cut, above = _find_cut(row_ptr, vocab_size, target, low, high, peak, sharpness, False, dtype, BLOCK)
         num_ties = (target - above).to(tl.int32)
     if by_mass:
@@ -188,13 +188,12 @@ def _filter_kernel(
             mass += num_ties * cut_weight
         target = tl.maximum(top_p * mass, 1e-30)  # top_p = 0 still keeps one token (the likeliest weighs 1)
         weights = tl.exp2((maxima - peak) * sharpness)
-        low = _lower_bound(maxima, weights, target, cut, high, dtype)
-        low = tl.maximum(low - 1, cut)
+        low = tl.maximum(_lower_bound(maxima, weights, target, cut, high, dtype) - 1, cut)
         new_cut, above = _find_cut(row_ptr, vocab_size, target, low, high, peak, sharpness, True, dtype, BLOCK)
         weight = tl.exp2((key_to_float(new_cut, dtype) - peak) * sharpness)
         # tie i stays while the mass before it, above + i * weight, is under the target: so the crossing token does
         needed = tl.ceil(tl.minimum((target - above) / weight, 1e9)).to(tl.int32)
-        num_ties = tl.where(new_cut == cut, tl.minimum(needed, num_ties), needed)
+        num_ties = tl.where(new_cut == cut, tl.minimum(needed, num_ties), needed)  # rounding never adds to top-k
         cut = new_cut
     log2_min_p = tl.log2(tl.minimum(tl.maximum(min_p, 0.0), 1.0))  # -inf when off
     _apply(row_ptr, vocab_size, key_to_float(cut, dtype), num_ties, peak, sharpness, log2_min_p, BLOCK)
@@ -226,6 +225,8 @@ def filter_logits_(
     if any(values.shape != (num_rows,) for values in (temperature, top_k, top_p, min_p)) or rows.dim() != 1:
         shapes = [tuple(values.shape) for values in (rows, temperature, top_k, top_p, min_p)]
         raise ValueError(f"{num_rows} rows of logits, but rows, temperature, top_k, top_p and min_p are {shapes}")
+    if not all(values.is_contiguous() for values in (rows, temperature, top_k, top_p, min_p)):
+        raise ValueError("rows, temperature, top_k, top_p and min_p must be contiguous")
     if logits.stride(1) != 1 or vocab_size >= 1 << 24:
         raise ValueError(f"logits must have contiguous rows of under 2**24 values, not {tuple(logits.shape)}")
     if rows.shape[0]:

@@ -249,6 +249,8 @@ def paged_decode_attention(
         raise ValueError(
             f"{num_seqs} queries, block_tables {tuple(block_tables.shape)}, context_lens {tuple(context_lens.shape)}"
         )
+    if not context_lens.is_contiguous() or not (lse is None or lse.is_contiguous()):
+        raise ValueError("context_lens and lse must be contiguous")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_seqs == 0:

@@ -182,6 +182,8 @@ def paged_prefill_attention(
             f"block_tables {tuple(block_tables.shape)}, cu_seqlens_q {tuple(cu_seqlens_q.shape)} and "
             f"context_lens {tuple(context_lens.shape)} must describe the same sequences"
         )
+    if not (cu_seqlens_q.is_contiguous() and context_lens.is_contiguous()):
+        raise ValueError("cu_seqlens_q and context_lens must be contiguous")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0 or num_seqs == 0 or max_query_len == 0:

@@ -146,6 +146,8 @@ def qk_norm_rope_store(
         raise ValueError(
             f"positions {tuple(positions.shape)} and slot_mapping {tuple(slot_mapping.shape)} must be [{num_tokens}]"
         )
+    if not (positions.is_contiguous() and slot_mapping.is_contiguous()):
+        raise ValueError("positions and slot_mapping must be contiguous")
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens == 0:
         return q

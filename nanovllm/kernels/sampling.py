@@ -54,7 +54,7 @@ def _fast_log2(x):
 
 @triton.jit
 def gumbel_noise(token, key_0, key_1):
-    """-log(-log(u)), fp32, absolute error about 1e-6 (the exact log of libdevice costs more than the memory read).
+    """-log(-log(u)), fp32, absolute error of a few 1e-6 (two exact logs would cost more than reading the logits).
 
     The hardware's log2 has a small *absolute* error near 1, but -log(u) of a u near 1 is what decides for unlikely
     tokens, so there a series of -log(1 - v) takes over; 1 - u is exact.
@@ -146,15 +146,18 @@ def sample(
 
     logits:      [num_rows, vocab_size] bf16, fp16 or fp32, any row stride; -inf is never drawn
     temperature: [num_rows] fp32, >= 0
-    keys:        [num_rows, 2] int32, contiguous: bit patterns of the two uint32 key words of each row
+    keys:        [num_rows, 2] int32, contiguous: bit patterns of the two uint32 key words of each row. Both words
+                 must be well mixed (hashes, not counters): the low 8 bits of the second don't reach the noise
     out:         [num_rows] int64, contiguous, or None to allocate it
     returns:     [num_rows] int64; ties go to the lowest index. A row that is all -inf gives 0; NaN is never drawn
                  unless nothing else is there, and then some valid index comes back.
     Raises ValueError when the shapes disagree.
     """
     num_rows, vocab_size = logits.shape
-    if temperature.shape != (num_rows,) or keys.shape != (num_rows, 2) or not keys.is_contiguous():
+    if temperature.shape != (num_rows,) or keys.shape != (num_rows, 2):
         raise ValueError(f"{num_rows} rows, temperature {tuple(temperature.shape)}, keys {tuple(keys.shape)}")
+    if not (temperature.is_contiguous() and keys.is_contiguous()):
+        raise ValueError("temperature and keys must be contiguous")
     if logits.stride(1) != 1 or vocab_size == 0:
         raise ValueError(f"logits must have contiguous, non-empty rows, not {tuple(logits.shape)} {logits.stride()}")
     if out is None:

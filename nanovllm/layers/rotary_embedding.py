@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# Type -> what it can't do without beside theta: positive numbers.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Any, head_dim: int) -> "RopeSpec":
-        """Reads a transformers config, with `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+        """Reads a model's config, with `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
         Raises:
             ValueError: the rope type is not supported, or only part of a head is rotated.
@@ -44,6 +51,10 @@ class RopeSpec:
         rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"rope type {rope_type!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
+        for key in ROPE_TYPES[rope_type]:
+            value = parameters.get(key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"rope type {rope_type!r} needs a positive number as {key!r}, got {value!r}")
         theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
         # Dynamic scaling starts where the configured length ends; the other types may name their origin.
         original = None if rope_type == "dynamic" else parameters.get("original_max_position_embeddings")

@@ -87,7 +87,8 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     h.mul_(_MULTIPLIERS[1])
     h ^= _logical_shift(h, 16)
     h ^= keys[1]
-    uniform = _logical_shift(h, 8).float().add_(0.5).mul_(2.0**-24)
+    # The largest value rounds up to 1, whose noise would be infinite: the largest float below stands for it.
+    uniform = _logical_shift(h, 8).float().add_(0.5).mul_(2.0**-24).clamp_(max=1 - 2.0**-24)
     return uniform.log_().neg_().log_().neg_()
 
 

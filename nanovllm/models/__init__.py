@@ -1,6 +1,7 @@
 """Supported architectures, imported when a checkpoint asks for one."""
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ __all__ = ["ARCHITECTURES", "DecoderForCausalLM", "DecoderSpec", "build_model", 
 
 
 def resolve_architecture(config: Any) -> tuple[type[DecoderForCausalLM], DecoderSpec]:
-    """Class and spec of a transformers config's model.
+    """Class and spec of a config's model.
 
     Raises:
         ValueError: the architecture, or something that the config asks of it, is not supported.
@@ -28,13 +29,13 @@ def resolve_architecture(config: Any) -> tuple[type[DecoderForCausalLM], Decoder
     name = next((name for name in names if name in ARCHITECTURES), None)
     if name is None:
         raise ValueError(
-            f"architecture {', '.join(names) or config.model_type!r} is not supported "
+            f"architecture {', '.join(map(str, names)) or getattr(config, 'model_type', None)!r} is not supported "
             f"(supported: {', '.join(ARCHITECTURES)})"
         )
     if getattr(config, "quantization_config", None):
         raise ValueError("quantized checkpoints are not supported: quantization_config is set")
     cls = getattr(import_module(f"nanovllm.models.{ARCHITECTURES[name]}"), name)
-    return cls, cls.make_spec(config)
+    return cls, cls.make_spec(SimpleNamespace(**{**cls.config_defaults, **vars(config)}))
 
 
 def build_model(

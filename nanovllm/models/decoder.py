@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +14,16 @@ from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear, MergedLinear
 from nanovllm.layers.rotary_embedding import RopeSpec, RotaryEmbedding, Rotation
+
+# Field of the spec -> key of a transformers config.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -40,31 +50,28 @@ class DecoderSpec:
     qk_norm: bool = False
 
     @classmethod
-    def from_config(cls, config: Any, **differences: bool) -> "DecoderSpec":
-        """Reads what the architectures share from a transformers config.
+    def from_config(cls, config: Any, **differences: Any) -> "DecoderSpec":
+        """Reads what the architectures share from a model's config.
 
         Raises:
-            ValueError: the config asks for something that this decoder does not do.
+            ValueError: the config lacks something, or asks for something that this decoder does not do.
         """
+        sizes: dict[str, Any] = {field: _size(config, name) for field, name in _SIZES.items()}
         activation = getattr(config, "hidden_act", "silu")
         if activation != "silu":
             raise ValueError(f"activation {activation!r} is not supported (supported: 'silu')")
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        if config.num_attention_heads % num_kv_heads:
-            raise ValueError(f"{config.num_attention_heads} query heads can't share {num_kv_heads} KV heads")
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_heads = sizes["num_heads"]
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} query heads can't share {num_kv_heads} KV heads")
+        head_dim = getattr(config, "head_dim", None) or sizes["hidden_size"] // num_heads
         return cls(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
+            **sizes,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
             rope=RopeSpec.from_config(config, head_dim),
-            max_position_embeddings=config.max_position_embeddings,
             sliding_window=_sliding_window(config),
             **differences,
         )
@@ -81,9 +88,15 @@ class DecoderSpec:
         return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, dtype, device, block_size)
 
 
+def _size(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"the model's config needs a positive integer as {name!r}, got {value!r}")
+    return value
+
+
 def _sliding_window(config: Any) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    return window if getattr(config, "use_sliding_window", True) else None
+    return getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
 
 
 class DecoderAttention(nn.Module):
@@ -145,7 +158,13 @@ class Decoder(nn.Module):
 
 
 class DecoderForCausalLM(nn.Module):
-    """Base of the architectures. Module names are those of the checkpoints, so that tensors find their place."""
+    """Base of the architectures. Module names are those of the checkpoints, so that tensors find their place.
+
+    Attributes:
+        config_defaults: what a key that the config leaves out means to transformers, where it matters.
+    """
+
+    config_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, spec: DecoderSpec, max_len: int) -> None:
         """`max_len`: positions are below this."""
@@ -158,7 +177,7 @@ class DecoderForCausalLM(nn.Module):
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:
-        """What the architecture makes of a transformers config; subclasses state what differs.
+        """What the architecture makes of a model's config; subclasses state what differs.
 
         Raises:
             ValueError: the config asks for something unsupported.

@@ -1,12 +1,18 @@
 """Qwen3 (dense)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Each head's query and key are normalised; `attention_bias` means all four attention projections."""
+
+    config_defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+    }
 
     @classmethod
     def make_spec(cls, config: Any) -> DecoderSpec:

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ class Checkpoint(ABC):
     """A model's config, tokenizer and tensors.
 
     Attributes:
-        config: transformers config of the model.
+        config: the model's configuration, an attribute for each key of a transformers `config.json`.
         name: for messages.
     """
 
@@ -98,16 +99,11 @@ class DirectoryCheckpoint(Checkpoint):
     def __init__(self, folder: Path, name: str | None = None) -> None:
         self.folder = folder
         self.name = name or str(folder)
-        raw = self._read_json("config.json")
-        if raw is None:
+        config = self._read_json("config.json")
+        if config is None:
             raise ValueError(f"{self.name}: not a model directory, it has no config.json")
-        from transformers import AutoConfig
-
-        try:
-            self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:
-            architectures = ", ".join(raw.get("architectures") or []) or repr(raw.get("model_type"))
-            raise ValueError(f"{self.name}: {architectures} is not supported: {error}") from error
+        # Read here, not by transformers: what is needed of it is little, and importing its models takes seconds.
+        self.config = SimpleNamespace(**config)
 
     def load_tokenizer(self) -> Any | None:
         if not any((self.folder / name).exists() for name in _TOKENIZER_FILES):
@@ -115,7 +111,10 @@ class DirectoryCheckpoint(Checkpoint):
             return None
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:
+            raise ValueError(f"{self.name}: its tokenizer can't be read: {error}") from error
 
     def generation_config(self) -> dict[str, Any]:
         return self._read_json("generation_config.json") or {}
@@ -129,7 +128,12 @@ class DirectoryCheckpoint(Checkpoint):
         index = self._read_json("model.safetensors.index.json")
         if index is not None:
             files: dict[Path, list[str] | None] = {}
-            for tensor_name, file_name in index["weight_map"].items():
+            weight_map = index.get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ValueError(f"{self.name}: model.safetensors.index.json has no weight_map")
+            for tensor_name, file_name in weight_map.items():
+                if not isinstance(file_name, str):
+                    raise ValueError(f"{self.name}: model.safetensors.index.json: weight_map names {file_name!r}")
                 path = self.folder / Path(file_name).name  # an index can't point outside the folder
                 files.setdefault(path, []).append(tensor_name)  # type: ignore[union-attr]
         else:
@@ -161,9 +165,12 @@ class DirectoryCheckpoint(Checkpoint):
 class _SafetensorsSource:
     def __init__(self, file: Any, name: str) -> None:
         self._file, self._name = file, name
-        self.shape = tuple(file.get_slice(name).get_shape())
+        part = file.get_slice(name)
+        self.shape, self._dtype = tuple(part.get_shape()), part.get_dtype()
 
     def copy_to(self, target: torch.Tensor) -> None:
+        if self._dtype not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{self._name} holds {self._dtype} values: quantized checkpoints are not supported")
         target.copy_(self._file.get_tensor(self._name))
 
 

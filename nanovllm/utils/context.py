@@ -47,11 +47,17 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
     global _current
     if _current is not None:
         raise RuntimeError("a forward is running already: forward contexts don't nest")
-    _current = context
     try:
+        _current = context
         yield
     finally:
         _current = None
+
+
+def clear_forward_context() -> None:
+    """Ends whatever forward an interrupt has cut off, even within the lines above."""
+    global _current
+    _current = None
 
 
 def get_forward_context() -> ForwardContext:

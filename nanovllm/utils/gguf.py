@@ -1,8 +1,10 @@
 """GGUF files of a Llama or Qwen architecture, dequantised while they are read."""
 
+import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +25,15 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# Name in a transformers config -> key of the metadata, after the architecture's name.
+_CONFIG_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
 }
 # Rows are dequantised so many elements at a time, which bounds the float32 scratch.
 _CHUNK_ELEMENTS = 4 << 20
@@ -46,16 +57,19 @@ class GGUFCheckpoint(Checkpoint):
         if architecture not in _ARCHITECTURES:
             supported = ", ".join(_ARCHITECTURES)
             raise ValueError(f"{path}: GGUF architecture {architecture!r} is not supported (supported: {supported})")
-        from transformers import AutoConfig
-
-        self.config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        self.config.architectures = [_ARCHITECTURES[architecture]]
+        self._shapes = {tensor.name: _shape(tensor) for tensor in self._reader.tensors}
+        self.config = self._make_config(architecture)
         self._is_permuted = architecture == "llama"
 
     def load_tokenizer(self) -> Any | None:
+        if self._metadata("tokenizer.ggml.model") is None:
+            return None
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        try:
+            return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        except Exception as error:
+            raise ValueError(f"{self.path}: its tokenizer can't be read: {error}") from error
 
     def tensors(self) -> Iterator[tuple[str, TensorSource]]:
         for tensor in self._reader.tensors:
@@ -65,6 +79,40 @@ class GGUFCheckpoint(Checkpoint):
                 is_query = name.endswith("q_proj.weight")
                 num_heads = self.config.num_attention_heads if is_query else self.config.num_key_value_heads
             yield name, _GGUFSource(tensor, num_heads)
+            # What has been read would else count as this process's memory until the file is closed.
+            self._reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+    def _make_config(self, architecture: str) -> SimpleNamespace:
+        """The file's metadata under the names of a transformers config."""
+
+        def get(key: str, default: Any = None) -> Any:
+            value = self._metadata(f"{architecture}.{key}")
+            return default if value is None else value
+
+        values = {name: get(key) for name, key in _CONFIG_KEYS.items()}
+        if missing := sorted(_CONFIG_KEYS[name] for name, value in values.items() if value is None):
+            raise ValueError(f"{self.path}: its metadata lack {architecture}.{missing[0]}")
+        if (scaling := get("rope.scaling.type", "none")) != "none":
+            raise ValueError(f"{self.path}: rope scaling {scaling!r} is not supported in a GGUF file")
+        head_dim = get("attention.key_length", values["hidden_size"] // values["num_attention_heads"])
+        if (rotated := get("rope.dimension_count", head_dim)) != head_dim:
+            raise ValueError(f"{self.path}: partial rotary embedding ({rotated} of {head_dim}) is not supported")
+        ends = [self._metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+        return SimpleNamespace(
+            **values,
+            architectures=[_ARCHITECTURES[architecture]],
+            model_type=architecture,
+            head_dim=head_dim,
+            num_key_value_heads=get("attention.head_count_kv", values["num_attention_heads"]),
+            vocab_size=self._shapes.get("token_embd.weight", (0,))[0],
+            rope_theta=get("rope.freq_base", 10000.0),
+            tie_word_embeddings="output.weight" not in self._shapes,
+            eos_token_id=[token_id for token_id in ends if token_id is not None],
+        )
+
+    def _metadata(self, key: str) -> Any | None:
+        field = self._reader.fields.get(key)
+        return None if field is None else field.contents()
 
 
 class _GGUFSource:
@@ -76,7 +124,7 @@ class _GGUFSource:
 
     def __init__(self, tensor: Any, num_interleaved_heads: int) -> None:
         self._tensor, self._num_interleaved_heads = tensor, num_interleaved_heads
-        self.shape = tuple(int(size) for size in reversed(tensor.shape))
+        self.shape = _shape(tensor)
 
     def copy_to(self, target: torch.Tensor) -> None:
         from gguf.quants import dequantize
@@ -90,6 +138,10 @@ class _GGUFSource:
         for start in range(0, len(rows), rows_per_chunk):
             chunk = slice(start, start + rows_per_chunk)
             target[chunk].copy_(torch.tensor(dequantize(rows[chunk], tensor_type)))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(tensor.shape))  # GGUF counts dimensions from the innermost
 
 
 def _transformers_name(name: str) -> str:

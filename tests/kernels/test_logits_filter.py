@@ -97,7 +97,11 @@ def test_extreme_values(dtype, device, generator):
     big = 3e38 if dtype != torch.float16 else 6e4
     tiny = torch.finfo(dtype).tiny / 4  # subnormal
     values = torch.tensor([big, -big, tiny, -tiny, 0.0, -0.0, 1.0, float("-inf"), 2 * tiny, -1.0]).to(dtype)
-    rows = [(values[torch.randperm(10, generator=generator)], 1.0, k, p, 0.0) for k in range(11) for p in (1.0, 0.5)]
+    rows = [
+        (values[torch.randperm(10, generator=generator)], 1.0, k, p, 0.0)
+        for k in (0, 1, 2, 5, 8, 9)
+        for p in (1.0, 0.5)
+    ]
     check(rows, device)
 
 
@@ -107,7 +111,7 @@ def test_masked_logits_stay_masked(device, generator):
     few, one, none = logits.clone(), logits.clone(), torch.full_like(logits, float("-inf"))
     few[torch.randperm(5000, generator=generator)[:4990]] = float("-inf")
     one[1:] = float("-inf")
-    rows = [(row, 1.0, k, p, 0.0) for row in (few, one) for k in (0, 1, 5, 10, 11, 50) for p in (1.0, 0.7)]
+    rows = [(row, 1.0, k, p, 0.0) for row in (few, one) for k in (0, 1, 10, 11) for p in (1.0, 0.7)]
     check(rows, device)
     assert (run([(none, 1.0, 5, 0.5, 0.1)], device) == float("-inf")).all()
 
@@ -131,12 +135,16 @@ def test_worked_example(device):
 
 
 def test_only_listed_rows_change(device, generator):
-    logits = torch.randn(5, 300, generator=generator)
-    rows = [(row, 1.0, 3, 0.9, 0.1) for row in logits]
-    rows[4] = (logits[4], 0.0, 3, 0.9, 0.1)  # greedy: left alone
-    after = run(rows, device, indices=[3, -1, 0, 4])
-    assert torch.equal(after[[1, 2, 4]], logits[[1, 2, 4]])
-    assert all(1 <= n <= 3 for n in (after[[0, 3]] > float("-inf")).sum(1).tolist())
+    """All arguments are views whose row -1 exists in memory: an entry of -1 must not reach it."""
+    before = torch.randn(6, 300, generator=generator).to(device)
+    logits = before.clone()
+    ones, top_k = torch.ones(6, device=device), torch.full((6,), 3, dtype=torch.int32, device=device)
+    temperature = ones.clone()
+    temperature[5] = 0  # greedy: left alone although it is listed
+    rows = torch.tensor([3, -1, 0, 4], dtype=torch.int32, device=device)
+    filter_logits_(logits[1:], rows, temperature[1:], top_k[1:], ones[1:], ones[1:] * 0.1)
+    changed = (logits != before).any(dim=1).tolist()
+    assert changed == [False, True, False, False, True, False]
 
 
 def test_rows_with_a_stride(device, generator):

@@ -68,10 +68,10 @@ def test_a_batch_that_fills_the_gpu(device, generator, monkeypatch):
     """Many rows, most of them of one split: the combine kernel takes four heads and four splits at a time."""
     monkeypatch.setattr(paged_decode, "num_multiprocessors", lambda device: 1)
     monkeypatch.setattr(paged_decode, "LONGEST_SPLIT", 128)
-    contexts = [700, 5, 0, 129]
+    contexts = [1100, 5, 0, 129, 1000]
     cache = make_paged_cache(contexts, 2, 64, 16, torch.float32, device, generator)
-    q = torch.randn(4, 6, 64, generator=generator).to(device)
-    lse = torch.full((4, 6), float("nan"), device=device)
+    q = torch.randn(5, 6, 64, generator=generator).to(device)
+    lse = torch.full((5, 6), float("nan"), device=device)
     tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
     check(paged_decode_attention(q, *tables, 0.125, lse=lse), lse, q, cache, 0.125)
 
@@ -83,10 +83,12 @@ def test_large_scores_do_not_overflow(device, generator):
     check(paged_decode_attention(q, *tables, 1.0), None, q, cache, 1.0)
 
 
-def test_offsets_past_the_range_of_int32(device):
-    storage = torch.empty(3 * 2**30 + 8192, dtype=torch.float16, device=device)  # the CPU commits only touched pages
-    k_cache = storage.as_strided((4, 16, 1, 64), (2**30, 64, 64, 1))
-    v_cache = storage.as_strided((4, 16, 1, 64), (2**30, 64, 64, 1), storage_offset=4096)
+@pytest.mark.parametrize("block_size", [16, 256])  # a gather of pages, and one page a tile
+def test_offsets_past_the_range_of_int32(block_size, device):
+    """Block 3 starts at element 3 * 2**30: a 32-bit product would wrap."""
+    storage = torch.empty(3 * 2**30 + 40000, dtype=torch.float16, device=device)  # the CPU commits only touched pages
+    k_cache = storage.as_strided((4, block_size, 1, 64), (2**30, 64, 64, 1))
+    v_cache = storage.as_strided((4, block_size, 1, 64), (2**30, 64, 64, 1), storage_offset=20000)
     k_cache[3], v_cache[3] = 0, 7
     index = torch.tensor([[3]], dtype=torch.int32, device=device)
     q = torch.ones(1, 1, 64, dtype=torch.float16, device=device)

@@ -58,7 +58,7 @@ def test_noise_is_the_specified_one_bit_for_bit(device, generator):
         expected = uniform(tokens, key)
         assert torch.equal(u, expected)
         exact = gumbel(expected.double())
-        allowed = 2 * (gumbel(expected).double() - exact).abs().max() + 1e-6
+        allowed = 2 * (gumbel(expected).double() - exact).abs().max() + 6e-6  # two hardware log2 of 2 ulp each
         assert (noise.double() - exact).abs().max() <= allowed
 
 
@@ -75,7 +75,7 @@ def test_noise_at_both_ends(top, device):
         assert torch.equal(u, uniform(tokens, key))
         assert noise.isfinite().all()
         assert -3 < noise[0] < sampling.LARGEST_NOISE.value
-        assert abs(noise[0].double() - gumbel(u.double())[0]) < 4e-6
+        assert abs(noise[0].double() - gumbel(u.double())[0]) < 8e-6
 
 
 def twin(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -153,13 +153,18 @@ def test_small_temperatures_are_greedy(value, dtype, device, generator):
         assert torch.equal(tokens[[0, 2]], top.indices[[0, 2]])
 
 
-def test_ties_go_to_the_lowest_index(device):
-    logits = torch.zeros(3, 5000, device=device)
-    logits[1, [4000, 17, 3000]] = 1
-    logits[2, [4000, 2100]] = 1
-    keys = torch.zeros(3, 2, dtype=torch.int32, device=device)
-    assert sample(logits, torch.zeros(3, device=device), keys).tolist() == [0, 17, 2100]
-    assert sample(logits * 1e9, torch.full((3,), 1e-3, device=device), keys).tolist()[1:] == [17, 2100]
+@pytest.mark.parametrize("chunk", [2048, 4096, 10240])
+def test_ties_go_to_the_lowest_index(chunk, device, monkeypatch):
+    """Between lanes, tiles of one lane (2048 apart) and programs; greedy, and where the noise drowns in rounding."""
+    monkeypatch.setattr(sampling, "_chunk", lambda *args: chunk)
+    tied = [[4000, 17, 3000], [2100, 4148, 8244], [17 + 2048, 17 + 4096], [8999, 8998]]
+    logits = torch.zeros(len(tied) + 1, 9000, device=device)
+    for row, tokens in enumerate(tied):
+        logits[row, tokens] = 1
+    keys = torch.zeros(len(logits), 2, dtype=torch.int32, device=device)
+    lowest = [min(tokens) for tokens in tied]
+    assert sample(logits, torch.zeros(len(logits), device=device), keys).tolist() == [*lowest, 0]
+    assert sample(logits * 1e9, torch.full((len(logits),), 1e-3, device=device), keys).tolist()[:-1] == lowest
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -187,7 +192,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 def test_frequencies_are_the_softmax(device, generator):
     """The same numbers refuse a distribution of another temperature, so the test has eyes."""
-    num_rows = 200_000 if device.type == "cuda" else 500
+    num_rows = 200_000 if device.type == "cuda" else 300
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -0.5])
     rows = logits.expand(num_rows, -1).to(device)  # one row, stride 0
     temperature, keys = torch.full((num_rows,), 0.8, device=device), random_keys(num_rows, generator).to(device)
@@ -221,6 +226,8 @@ def test_wrong_shapes_are_refused(device):
         sample(logits, torch.zeros(3, device=device), keys)
     with pytest.raises(ValueError, match="contiguous"):
         sample(logits.t().contiguous().t(), torch.zeros(2, device=device), keys)
+    with pytest.raises(ValueError, match="temperature and keys must be contiguous"):
+        sample(logits, torch.ones(1, device=device).expand(2), keys)
     assert sample(logits[:0], torch.zeros(0, device=device), keys[:0]).shape == (0,)
 
 

@@ -1,0 +1,167 @@
+"""Every field of SamplingParams: what is accepted, what is refused, and how."""
+
+import dataclasses
+import fractions
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.sampling_params import GREEDY_TEMPERATURE
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_defaults() -> None:
+    """The first three are nano-vLLM's; the others change nothing unless set."""
+    params = SamplingParams()
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
+    assert (params.top_p, params.top_k, params.min_p, params.seed) == (1.0, 0, 0.0, None)
+    assert (params.stop_token_ids, params.min_tokens, params.skip_special_tokens) == ((), 0, True)
+    assert not params.is_greedy and not params.has_filter
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    {
+        "temperature": [0, 0.0, 1e-8, 1, 2.5, fractions.Fraction(1, 2), np.float32(0.5), np.float64(0.5), np.int64(1)],
+        "max_tokens": [1, 2**40, np.int32(5), np.uint8(200)],
+        "ignore_eos": [True, False],
+        "top_p": [1e-9, 0.5, 1, 1.0, np.float32(0.5)],
+        "top_k": [-1, 0, 1, 2**40, np.int64(5)],
+        "min_p": [0, 0.5, 1, np.float16(0.5)],
+        "seed": [None, 0, 2**64 - 1, np.uint64(2**64 - 1), np.int64(5)],
+        "stop_token_ids": [(), [], [0], (5, 7), {5}, np.array([5, 7]), range(3), iter([1])],
+        "min_tokens": [0, 64, np.int64(5)],
+        "skip_special_tokens": [True, False],
+    }.items(),
+)
+def test_accepted(name: str, values: list[Any]) -> None:
+    for value in values:
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    {
+        "temperature": [-1e-9, -1, NAN, INF, -INF, np.float32("nan")],
+        "max_tokens": [0, -1],
+        "top_p": [0, 0.0, -0.1, 1.0001, 2, NAN, INF],
+        "top_k": [-2, -100],
+        "min_p": [-0.001, 1.001, NAN, INF],
+        "seed": [-1, 2**64],
+        "stop_token_ids": [[-1], [5, -7]],
+        "min_tokens": [-1, 65],  # more than max_tokens
+    }.items(),
+)
+def test_out_of_range(name: str, values: list[Any]) -> None:
+    """The message names the field. NaN passes every comparison that is written the other way round."""
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    {
+        "temperature": [True, "1", None, [1.0], 1j],
+        "max_tokens": [True, 1.0, "1", None, np.float64(1)],
+        "ignore_eos": [0, 1, None, "yes", np.True_],
+        "top_p": [True, "1", None],
+        "top_k": [True, 5.0, "5", None],
+        "min_p": [False, "0", None],
+        "seed": [True, 1.0, "1", [1]],
+        "stop_token_ids": [5, "5", b"5", None, [5.0], ["5"], [True], [None], [[5]]],
+        "min_tokens": [False, 0.0, "0", None],
+        "skip_special_tokens": [0, 1, None, "no"],
+    }.items(),
+)
+def test_wrong_type(name: str, values: list[Any]) -> None:
+    """A bool is an int to Python, and a string of digits is iterable: neither is what was meant."""
+    for value in values:
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_number_beyond_float(name: str) -> None:
+    """An int too large for a float is a value out of range like any other, not an OverflowError."""
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: 10**400})  # type: ignore[arg-type]
+
+
+def test_message_has_the_range_and_the_value() -> None:
+    with pytest.raises(ValueError, match=r"top_p must be in \(0\.0, 1\.0\], got 1\.5"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(ValueError, match=r"temperature must be in \[0\.0, inf\), got -1"):
+        SamplingParams(temperature=-1)
+    with pytest.raises(ValueError, match=r"max_tokens must be at least 1, got 0"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(ValueError, match=r"min_tokens must be in \[0, 8\], got 9"):
+        SamplingParams(max_tokens=8, min_tokens=9)
+
+
+def test_unknown_keyword() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_every_field_is_tested() -> None:
+    """A field added without validation tests would pass unseen."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    for test in (test_accepted, test_wrong_type):
+        assert {name for mark in test.pytestmark for name, _ in mark.args[1]} == names
+
+
+def test_frozen() -> None:
+    """One object may serve many requests."""
+    params = SamplingParams()
+    for field in dataclasses.fields(SamplingParams):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(params, field.name, getattr(params, field.name))
+
+
+def test_stop_token_ids_are_copied() -> None:
+    """A list that the caller changes later must not reach into a queued request."""
+    stop_token_ids = [5]
+    params = SamplingParams(stop_token_ids=stop_token_ids)  # type: ignore[arg-type]
+    stop_token_ids.append(7)
+    assert params.stop_token_ids == (5,)
+    assert hash(params) == hash(SamplingParams(stop_token_ids=(5,)))
+
+
+def test_numpy_integers_behave_as_python_ones() -> None:
+    """A narrow numpy integer that is kept as it is overflows in the engine's arithmetic: 100 + uint8(200) is 44."""
+    with np.errstate(over="raise"):
+        params = SamplingParams(max_tokens=np.uint8(200), min_tokens=np.int8(100))
+        assert 100 + params.max_tokens == 300
+        assert 100 + params.min_tokens == 200
+        assert type(SamplingParams(seed=np.int32(7)).seed) is int
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-12, GREEDY_TEMPERATURE / 2])
+def test_greedy(temperature: float) -> None:
+    """Under greedy no filter can drop the best token, so none is run."""
+    params = SamplingParams(temperature=temperature, top_k=3, top_p=0.5, min_p=0.5)
+    assert params.is_greedy and not params.has_filter
+
+
+@pytest.mark.parametrize("temperature", [GREEDY_TEMPERATURE, 1e-4, 1.0])
+def test_not_greedy(temperature: float) -> None:
+    assert not SamplingParams(temperature=temperature).is_greedy
+
+
+@pytest.mark.parametrize(
+    "settings, has_filter",
+    [
+        ({}, False),
+        ({"top_k": -1}, False),
+        ({"top_k": 1}, True),
+        ({"top_p": 0.999}, True),
+        ({"top_p": 1.0}, False),
+        ({"min_p": 0.001}, True),
+    ],
+)
+def test_has_filter(settings: dict[str, Any], has_filter: bool) -> None:
+    assert SamplingParams(**settings).has_filter is has_filter
