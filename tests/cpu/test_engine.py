@@ -462,7 +462,15 @@ def test_failed_generate_spares_other_requests(
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at a line of the engine's code, as Ctrl-C may at any."""
+    """Raises KeyboardInterrupt at a line of the code that changes the engine's state, as Ctrl-C may at any."""
+
+    FILES = (
+        "/nanovllm/engine/llm_engine.py",
+        "/nanovllm/engine/scheduler.py",
+        "/nanovllm/engine/block_manager.py",
+        "/nanovllm/engine/model_runner.py",
+        "/nanovllm/utils/context.py",
+    )
 
     def __init__(self) -> None:
         self.num_runs: dict[tuple[str, int], int] = {}  # of each (file, line) in the last call
@@ -480,10 +488,10 @@ class Interrupter:
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if "/nanovllm/engine/" not in file and not file.endswith("/nanovllm/utils/context.py"):
+        if not file.endswith(self.FILES):
             return None
         if event == "line":
-            line = (Path(file).name, frame.f_lineno)
+            line = (file.rpartition("/")[2], frame.f_lineno)
             self.num_runs[line] = self.num_runs.get(line, 0) + 1
             if line == self.target and self.num_runs[line] > self.num_passes:
                 self.target = None

@@ -78,7 +78,7 @@ def test_duplicates_in_one_step(random_llama: Any, cold: LLM, make_llm: Any, ran
     assert [output["num_cached_tokens"] for output in outputs] == [0] + [full_blocks(length - 1)] * 3
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("block_size", [1, 4])
 def test_tiny_pool_with_two_token_alphabet(tmp_path: Any, make_llm: Any, rng: random.Random, block_size: int) -> None:
     """Guards against stale hash entries of reused blocks: prompts and outputs over a tiny vocabulary hit each other's
     blocks all the time, the pool is so small that every block is reused again and again, and stops end sequences

@@ -178,15 +178,12 @@ def test_noise_keys_equal_twin() -> None:
     "params",
     [
         SamplingParams(),
-        SamplingParams(temperature=0.5),
         SamplingParams(temperature=2.0),
         SamplingParams(temperature=1e30),
         SamplingParams(top_k=3),
         SamplingParams(top_k=-1, top_p=0.999999),
-        SamplingParams(top_p=0.8),
-        SamplingParams(min_p=0.6),
-        SamplingParams(temperature=2.0, top_p=0.8),  # temperature first: else the nucleus is smaller
-        SamplingParams(temperature=0.5, min_p=0.5),  # and here larger
+        SamplingParams(temperature=2.0, top_p=0.85),  # temperature first: else one token fewer is kept
+        SamplingParams(temperature=0.5, min_p=0.45),  # and here one more
         SamplingParams(top_k=3, top_p=0.7, min_p=0.1),
         SamplingParams(temperature=0.7, top_k=3, top_p=0.95, min_p=0.3),
     ],
@@ -448,7 +445,7 @@ def markov(tmp_path_factory: pytest.TempPathFactory, make_shared_llm: Any) -> LL
     [
         SamplingParams(),
         SamplingParams(temperature=0.6),
-        SamplingParams(temperature=1.4, top_p=0.85),
+        SamplingParams(temperature=1.4, top_p=0.88),
         SamplingParams(top_k=2),
         SamplingParams(temperature=0.8, top_k=3, top_p=0.9, min_p=0.2),
     ],
