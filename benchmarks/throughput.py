@@ -25,6 +25,7 @@ from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workloads import JOBS, Job, Request, describe_environment
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import StepHandle
+from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.demo import demo_model
 
 HF_BATCH_SIZES = (8, 16, 32, 64)
@@ -149,19 +150,9 @@ def waiting_time() -> Iterator[list[float]]:
 
 def run_hf(model: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """transformers' `generate`, at its best batch size."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = Path(model)
-    location: dict[str, Any] = {"pretrained_model_name_or_path": path}
-    if path.suffix == ".gguf":
-        location = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    device = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu"
-    dtype = args.dtype if args.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    if args.shape:
-        config = AutoConfig.from_pretrained(path)
-        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device).eval()
-    else:
-        network = AutoModelForCausalLM.from_pretrained(**location, dtype=getattr(torch, dtype)).to(device).eval()
+    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
+    default = torch.float32 if device.type == "cpu" else torch.bfloat16
+    network = load_hf(model, default if args.dtype == "auto" else getattr(torch, args.dtype), device)
     for name in args.job:
         job = JOBS[name]
         num_output = sum(request.max_tokens for request in job.make(0))
@@ -170,6 +161,21 @@ def run_hf(model: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[str
             seconds = time_passes(lambda rs, size=size: generate_hf(network, rs, size, args.temperature), job, args)
             rates[size] = round(num_output / statistics.median(seconds), 1)
         yield name, {"output_tok_s": max(rates.values()), "by_batch_size": rates}
+
+
+def load_hf(model: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A transformers model with the weights that this library reads (transformers wants more packages for GGUF)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    checkpoint = open_checkpoint(model)
+    settings = vars(checkpoint.config)
+    config = AutoConfig.for_model(settings["model_type"], **{k: v for k, v in settings.items() if k != "model_type"})
+    network = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    state = network.state_dict()
+    if any(Path(model).glob("*.safetensors")) or Path(model).is_file():
+        for name, source in checkpoint.tensors():
+            source.copy_to(state[name])
+    return network
 
 
 @torch.inference_mode()

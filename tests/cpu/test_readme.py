@@ -1,0 +1,63 @@
+"""What the README promises runs: its commands are CI's, its example works, its tables name what exists."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanovllm
+from nanovllm.config import Config
+from nanovllm.models import ARCHITECTURES
+from nanovllm.sampling_params import SamplingParams
+from tests.checkpoints import save_byte_tokenizer, save_random_model
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    """Two commands set everything up; the second is what CI runs, letter for letter."""
+    example, tests = (block.strip() for block in code_blocks("bash"))
+    assert "\n" not in example and "\n" not in tests
+    assert example.endswith("python example.py")
+    assert tests in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first example, with another model in the place of its path."""
+    save_random_model(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    (example,) = code_blocks("python")
+    example = re.sub(r'LLM\(".*?"\)', f'LLM("{tmp_path}", num_kvcache_blocks=8, device="cpu")', example)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    names["llm"].close()
+    assert len(capsys.readouterr().out.splitlines()) >= len(names["prompts"])
+
+
+@pytest.mark.parametrize("settings", [Config, SamplingParams])
+def test_tables_are_complete(settings: type) -> None:
+    """Each setting has a row with its default; None and tuples are described in words."""
+    for field in dataclasses.fields(settings):
+        if field.name == "model":
+            continue
+        row = re.search(rf"^\| `{field.name}` \| (.*?) \|", README, re.MULTILINE)
+        assert row, f"{field.name} is not in the README"
+        default = row.group(1).strip("`").replace('"', "'")
+        assert field.default is None or default == repr(field.default), field.name
+
+
+def test_architectures_are_named() -> None:
+    for name in ARCHITECTURES:
+        assert name.removesuffix("ForCausalLM") in README
+
+
+def test_version_has_one_source() -> None:
+    assert "version = {" in (ROOT / "pyproject.toml").read_text()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", nanovllm.__version__)
