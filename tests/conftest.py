@@ -1,14 +1,20 @@
 """Fixtures that several test files share."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import LLM
 from tests.checkpoints import save_byte_tokenizer, save_random_model
+
+if not torch.cuda.is_available():
+    # Read when triton is first imported, by whichever test that is: without a GPU, kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

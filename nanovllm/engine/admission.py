@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
 # A finished sequence gives its blocks back up to two steps after its last token was launched.
@@ -43,10 +44,10 @@ class BlockForecast:
     """The KV blocks that a set of running sequences will use while each grows by one token a step to its
     expected end, and then gives its own blocks back."""
 
-    def __init__(self, sequences: Iterable[Sequence], estimator: LengthEstimator, block_size: int) -> None:
+    def __init__(self, sequences: Iterable[Sequence], estimator: LengthEstimator, manager: BlockManager) -> None:
         self._estimator = estimator
-        self._block_size = block_size
-        rows = [self._row(seq, len(seq.block_table), seq.num_shared_blocks) for seq in sequences]
+        self._block_size = manager.block_size
+        rows = [self._row(seq, len(seq.block_table), manager.num_shared_blocks(seq)) for seq in sequences]
         self._rows = np.array(rows, dtype=np.int64).reshape(-1, 4)
 
     def add(self, seq: Sequence, num_held: int, num_shared: int) -> None:

@@ -1,5 +1,6 @@
 """Paged KV cache bookkeeping: which block belongs to whom, and which prefix each block holds."""
 
+import bisect
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -92,12 +93,20 @@ class BlockManager:
                 del self.free_block_ids[block_id]
             block.ref_count += 1
         seq.block_table = array("i", cached_block_ids)
-        seq.num_shared_blocks = seq.num_published_blocks = len(cached_block_ids)
+        seq.num_published_blocks = len(cached_block_ids)
         if cached_block_ids:
             seq.last_content_id = self.blocks[cached_block_ids[-1]].content_id
         seq.num_computed_tokens = len(cached_block_ids) * self.block_size
         for _ in range(self.num_blocks_for(seq.num_tokens) - len(cached_block_ids)):
             seq.block_table.append(self._take_free_block())
+
+    def num_shared_blocks(self, seq: Sequence) -> int:
+        """Leading blocks of a sequence's table that others hold too: freeing it would not free them.
+
+        Sequences share prefixes, so along a table the number of holders (all but always) falls: bisection finds
+        where it reaches one.
+        """
+        return bisect.bisect_left(seq.block_table, True, key=lambda block_id: self.blocks[block_id].ref_count == 1)
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether there is room for the KV of one more token."""
@@ -125,7 +134,7 @@ class BlockManager:
         seq.num_published_blocks = max(seq.num_published_blocks, num_full_blocks)
 
     def free(self, seq: Sequence) -> None:
-        """Takes all blocks from a sequence. Its last block is the first of them to be reused."""
+        """Takes all blocks from a sequence. Of the published ones, its last is the first to be reused."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -135,7 +144,7 @@ class BlockManager:
                     self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0
-        seq.num_shared_blocks = seq.num_published_blocks = 0
+        seq.num_published_blocks = 0
         seq.last_content_id = -seq.cache_salt
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

@@ -58,6 +58,7 @@ class DecodeGraphs:
                 tokens = execute(inputs)
             self._graphs[size] = graph, tokens
 
+    @torch.inference_mode()
     def replay(self, batch: PackedBatch) -> torch.Tensor:
         """Launches a pure-decode batch; returns the tokens of its N sequences, valid until the next replay."""
         num_seqs = len(batch.context_lens)

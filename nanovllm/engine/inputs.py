@@ -1,7 +1,7 @@
 """Checks and tokenises what users hand in. Everything raises before any work is queued."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,9 @@ class InputProcessor:
             raise TypeError(f"prompts must be a list of strings or lists of token ids, got {prompts!r:.80}")
         prompts = list(prompts)
         texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        for index, text in texts.items():
+            if not text.isascii() and not _is_unicode(text):
+                raise ValueError(f"prompt {index}: is not valid Unicode, it holds a lone surrogate")
         encoded = dict(zip(texts, self._encode(list(texts.values())), strict=True))
         token_ids = []
         for index, prompt in enumerate(prompts):
@@ -62,7 +65,9 @@ class InputProcessor:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * num_prompts
-        params = list(sampling_params) if isinstance(sampling_params, list | tuple) else [sampling_params]
+        if not isinstance(sampling_params, Iterable):
+            raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.80}")
+        params = list(sampling_params)
         for index, one in enumerate(params):
             if not isinstance(one, SamplingParams):
                 raise TypeError(f"sampling params {index}: must be a SamplingParams, got {one!r:.80}")
@@ -117,7 +122,7 @@ class InputProcessor:
 def _as_array(prompt: Any, index: int) -> IdArray:
     """A prompt of token ids as an integer array [num_tokens]."""
     is_sequence = isinstance(prompt, np.ndarray | Sequence) or hasattr(prompt, "__array__")
-    if isinstance(prompt, str | bytes) or not is_sequence:
+    if isinstance(prompt, str | bytes | bytearray) or not is_sequence:
         raise TypeError(f"prompt {index}: must be a string or a list of token ids, got {prompt!r:.80}")
     try:
         ids = np.asarray(prompt)
@@ -125,6 +130,15 @@ def _as_array(prompt: Any, index: int) -> IdArray:
         raise TypeError(f"prompt {index}: must be a flat list of token ids") from error
     if ids.shape == (0,):
         ids = ids.astype(np.int64)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    has_bool = not isinstance(prompt, np.ndarray) and ids.ndim == 1 and any(type(one) is bool for one in prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bool:
         raise TypeError(f"prompt {index}: must be a flat list of integers, got {prompt!r:.80}")
     return ids
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -103,14 +103,14 @@ class LLMEngine:
         """
         self._check_open()
         output = self._step()
-        for seq_id in list(self._ended):
-            output.finished[seq_id] = self._make_output(self._ended.pop(seq_id))
+        output.finished = {seq_id: self._make_output(seq) for seq_id, seq in self._ended.items()}
+        self._ended.clear()
         return output
 
     def generate(
         self,
         prompts: str | Iterable[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes prompts.
@@ -146,12 +146,13 @@ class LLMEngine:
         return [outputs[seq.seq_id] for seq in sequences]
 
     def close(self) -> None:
-        """Gives up everything the engine holds. Calling it again does nothing; any other call raises."""
+        """Gives up everything the engine holds. Calling it again does nothing; asking for work raises."""
         if self._is_closed:
             return
         self._is_closed = True
         self._abort_all()
         self._ended.clear()
+        self.runner.close()
         del self.runner
 
     exit = close
@@ -244,6 +245,8 @@ class LLMEngine:
         if not params.ignore_eos:
             stop_ids |= self.eos_token_ids
         stop_ids = frozenset(id for id in stop_ids if id < self._num_sampled_ids)  # the others never come
+        if params.min_tokens and len(stop_ids) == self._num_sampled_ids:
+            raise ValueError(f"min_tokens={params.min_tokens}: every token is a stop token, so none may be sampled")
         is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
         seq = Sequence(
             self._next_seq_id,

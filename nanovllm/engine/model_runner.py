@@ -111,6 +111,16 @@ class ModelRunner:
         done.record()
         return StepHandle(on_host, done)
 
+    def close(self) -> None:
+        """Frees the device's memory. Graphs and layers refer to the runner and the cache: without cutting these ties
+        nothing would go before the next garbage collection."""
+        self.graphs = None
+        for layer in self.model.attention_layers():
+            layer.cache = None
+        del self.model, self.kv_cache, self.last_tokens
+        if self.device.type == "cuda":
+            self._release()
+
     def _execute(self, inputs: StepTensors) -> torch.Tensor:
         """A step on the device, from its input to the sampled tokens [N] int64."""
         token_ids = inputs.token_ids

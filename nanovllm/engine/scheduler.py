@@ -173,7 +173,7 @@ class Scheduler:
             seq = next(iter(self.waiting.values()))
             cached_block_ids = self.block_manager.find_cached_blocks(seq)
             if forecast is None:
-                forecast = BlockForecast(self.running.values(), self.estimator, self.block_manager.block_size)
+                forecast = BlockForecast(self.running.values(), self.estimator, self.block_manager)
             if not self._fits(seq, cached_block_ids, forecast):
                 self._is_admission_blocked = True
                 break
@@ -182,7 +182,7 @@ class Scheduler:
             seq.slot = self._free_slots.pop()
             seq.status = SequenceStatus.RUNNING
             self.running[seq.seq_id] = seq
-            forecast.add(seq, len(seq.block_table), seq.num_shared_blocks)
+            forecast.add(seq, len(seq.block_table), len(cached_block_ids))
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 batch.num_cached_tokens += seq.num_computed_tokens

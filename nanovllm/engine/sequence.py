@@ -32,7 +32,6 @@ class Sequence:
         "num_in_flight",
         "num_prompt_tokens",
         "num_published_blocks",
-        "num_shared_blocks",
         "params",
         "seed",
         "seq_id",
@@ -82,7 +81,6 @@ class Sequence:
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")
-        self.num_shared_blocks = 0  # leading blocks of the table that were found in the cache
         self.num_published_blocks = 0  # leading blocks whose content the cache knows
         self.last_content_id = -cache_salt  # identity of the last of them; the root's is the negated salt
         self.block_hashes: list[int] = []  # chained hash of each full block of known tokens, filled on demand

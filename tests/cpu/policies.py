@@ -170,6 +170,15 @@ class StubEngine:
         if self.scheduler.find(seq.seq_id) is not None:
             self.scheduler.finish(seq, "abort")
 
+    def fail(self) -> None:
+        """What the engine does when a step raises: everybody ends, and the step in flight is never read."""
+        unfinished = [seq for seq in self.sequences if not seq.is_finished]
+        self.scheduler.reset()
+        self._in_flight = None
+        for seq in unfinished:
+            seq.end("abort")
+        self.device.kv_rows = [-1] * len(self.device.kv_rows)  # nothing that was published may be trusted
+
     @property
     def is_finished(self) -> bool:
         return not self.scheduler.has_sequences and self._in_flight is None

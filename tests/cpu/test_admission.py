@@ -2,6 +2,8 @@
 
 import random
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from nanovllm.engine.sequence import Sequence
 from tests.cpu.policies import StubEngine, make_sequence
 
 BLOCK_SIZE = 4
+
+SHARED: dict[Sequence, int] = {}  # leading blocks that others hold too
 
 
 def running_sequence(rng: random.Random, *, max_len: int = 60) -> Sequence:
@@ -26,7 +30,7 @@ def running_sequence(rng: random.Random, *, max_len: int = 60) -> Sequence:
         num_kv_tokens = seq.num_tokens - rng.randint(0, 1)
     num_held = max(1, -(-num_kv_tokens // BLOCK_SIZE))
     seq.block_table = array("i", range(num_held))
-    seq.num_shared_blocks = rng.randint(0, (num_prompt - 1) // BLOCK_SIZE)
+    SHARED[seq] = rng.randint(0, (num_prompt - 1) // BLOCK_SIZE)
     return seq
 
 
@@ -40,7 +44,7 @@ def simulated_peak_growth(sequences: list[Sequence]) -> int:
             num_kv_tokens = seq.max_total_tokens - 1  # at the end: the last token's KV is never computed
             remaining = max(0, num_kv_tokens - seq.num_tokens)
             if step > remaining + _RELEASE_LAG:
-                growth -= len(seq.block_table) - seq.num_shared_blocks
+                growth -= len(seq.block_table) - SHARED[seq]
             else:
                 num_tokens = min(seq.num_tokens + step, num_kv_tokens)
                 growth += -(-num_tokens // BLOCK_SIZE) - len(seq.block_table)
@@ -50,7 +54,8 @@ def simulated_peak_growth(sequences: list[Sequence]) -> int:
 
 
 def forecast_of(sequences: list[Sequence]) -> BlockForecast:
-    return BlockForecast(sequences, LengthEstimator(), BLOCK_SIZE)
+    manager: Any = SimpleNamespace(block_size=BLOCK_SIZE, num_shared_blocks=lambda seq: SHARED.get(seq, 0))
+    return BlockForecast(sequences, LengthEstimator(), manager)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 5, 40, _MAX_EVALUATED_TIMES])
@@ -93,9 +98,8 @@ def test_shared_blocks_are_not_given_back() -> None:
     short.block_table = array("i", range(4))
     long = make_sequence(1, [0] * 4, max_tokens=41)  # 11 blocks at the end
     long.block_table = array("i", [9])
-    short.num_shared_blocks = 0
     private = forecast_of([short, long]).peak_growth()
-    short.num_shared_blocks = 3
+    SHARED[short] = 3
     assert forecast_of([short, long]).peak_growth() == private + 3 == 10 - 1
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.engine import batch as batch_module
-from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, noise_keys, pack
+from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch, noise_keys, pack, pad_decode
 from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import Sequence
 from tests.cpu.policies import StubEngine, make_sequence
@@ -89,6 +89,10 @@ def check_pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
         assert array.tolist() == expected, name
     is_single = [count == 1 for count in batch.num_query_tokens]
     assert packed.num_decode_seqs == sum(is_single)
+    assert packed.max_query_len == max((count for count in batch.num_query_tokens if count > 1), default=0)
+    assert packed.max_context_len == max(seq.num_computed_tokens for seq in batch.sequences)
+    num_sampled, num_banned = len(batch.sampled_sequences), len(packed.banned_ids)
+    assert packed.is_pure_decode == (all(is_single) and num_sampled == len(is_single) and num_banned == 0)
     assert all(is_single[: packed.num_decode_seqs]), "decode rows are not the first"
     keys = [noise_key(seq.seed, seq.num_tokens - 1) for seq in batch.sampled_sequences]
     assert packed.keys.tolist() == keys
@@ -206,6 +210,82 @@ def test_nothing_sampled() -> None:
     shapes = {name: getattr(packed, name).shape for name in SAMPLING_FIELDS}
     assert shapes.pop("keys") == (0, 2)
     assert set(shapes.values()) == {(0,)}
+
+
+# --- shapes that a graph was captured for -------------------------------------------------------------------------
+
+
+def decode_batch(rng: random.Random, num_seqs: int, block_size: int) -> ScheduledBatch:
+    """One token of each sequence, with filters here and there."""
+    batch = ScheduledBatch()
+    block_ids = rng.sample(range(200), 200)
+    for row in range(num_seqs):
+        seq = make_sequence(row, [rng.randrange(1000) for _ in range(rng.randint(1, 20))], max_tokens=100)
+        seq.params = SamplingParams(top_k=rng.choice([0, 5]), temperature=rng.choice([0, 1.0]))
+        seq.slot, seq.seed, seq.num_in_flight = row + 3, row, 1
+        seq.num_computed_tokens = seq.num_tokens - 1
+        seq.block_table.extend(block_ids.pop() for _ in range(-(-seq.num_tokens // block_size)))
+        batch.add(seq, 1)
+    return batch
+
+
+@pytest.mark.parametrize("num_seqs, num_padded", [(1, 1), (1, 8), (5, 8), (8, 8)])
+def test_padded_decode(num_seqs: int, num_padded: int, rng: random.Random) -> None:
+    """Rows that only fill up the shape of a captured graph must leave no trace: no KV stored, no context read, their
+    token where nobody looks. The real rows must not change."""
+    packed = check_pack(decode_batch(rng, num_seqs, 4), 4)
+    padded = pad_decode(packed, num_padded, table_width=9, dummy_slot=77)
+    assert padded.is_pure_decode and padded.num_decode_seqs == num_padded
+    assert padded.query_starts.tolist() == list(range(num_padded + 1))
+    assert padded.logits_indices.tolist() == list(range(num_padded))
+    fillers = {
+        "token_ids": 0,
+        "positions": 0,
+        "kv_slots": -1,
+        "context_lens": 0,
+        "slots": 77,
+        "rope_lens": 1,
+        "sampled_slots": 77,
+        "temperature": 0,
+        "keys": [0, 0],
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+    }
+    for name, filler in fillers.items():
+        before, after = getattr(packed, name), getattr(padded, name)
+        assert after.tolist() == before.tolist() + [filler] * (num_padded - num_seqs), name
+        assert after.dtype == before.dtype, name
+    assert padded.block_tables.shape == (num_padded, 9) and padded.block_tables.dtype == np.int32
+    width = packed.block_tables.shape[1]
+    assert padded.block_tables[:num_seqs, :width].tolist() == packed.block_tables.tolist()
+    assert not padded.block_tables[:num_seqs, width:].any() and not padded.block_tables[num_seqs:].any()
+    num_filters = len(packed.filter_rows)
+    assert padded.filter_rows.tolist() == packed.filter_rows.tolist() + [-1] * (num_padded - num_filters)
+    assert padded.filter_rows.dtype == np.int32
+    assert len(packed.context_lens) == num_seqs, "the packed batch itself is untouched"
+
+
+@pytest.mark.parametrize("num_seqs, query_len, num_filters", [(1, 1, 0), (4, 1, 4), (3, 7, 2)])
+def test_dummy_batch(num_seqs: int, query_len: int, num_filters: int) -> None:
+    """It warms up what real batches run, so it must have their types and shapes; and it stores no KV."""
+    dummy = dummy_batch(num_seqs, query_len, dummy_slot=5, num_filters=num_filters)
+    real = ScheduledBatch()
+    for row in range(num_seqs):
+        seq = make_sequence(row, [0] * query_len)
+        seq.slot = 5
+        seq.params = SamplingParams(top_p=0.9) if row < num_filters else SamplingParams()
+        seq.block_table.extend([0] * query_len)
+        real.add(seq, query_len)
+    expected = pack(real, 1)
+    for name in (*INT_FIELDS, *SAMPLING_FIELDS):
+        theirs, ours = getattr(expected, name), getattr(dummy, name)
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), name
+        if name not in ("kv_slots", "keys", "top_p", "rope_lens"):
+            assert ours.tolist() == theirs.tolist(), name
+    assert dummy.kv_slots.tolist() == [-1] * (num_seqs * query_len)
+    for name in ("num_decode_seqs", "max_query_len", "max_context_len", "is_pure_decode"):
+        assert getattr(dummy, name) == getattr(expected, name), name
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------

@@ -207,7 +207,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         manager.allocate(seq, cached)
         naive.allocate(holder)
         assert seq.num_computed_tokens == len(cached) * manager.block_size
-        assert seq.num_shared_blocks == len(cached)
 
     @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
@@ -257,6 +256,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         holder.seq.num_in_flight = 0
         if not is_preempted:
             self.holders.remove(holder)
+
+    @precondition(lambda self: self.holders)
+    @rule()
+    def reset(self) -> None:
+        """A launch failed: everybody is gone, and nothing may be left of them."""
+        self.manager.reset()
+        self.naive = NaivePool(self.manager.num_blocks, self.manager.block_size)
+        self.holders.clear()
 
     @invariant()
     def agrees(self) -> None:
@@ -416,8 +423,10 @@ def test_hit_shares_blocks(manager: BlockManager) -> None:
     assert second.block_table[2] != first.block_table[2]
     assert second.num_computed_tokens == 2 * BLOCK_SIZE
     assert [manager.blocks[i].ref_count for i in second.block_table] == [2, 2, 1]
+    assert manager.num_shared_blocks(first) == manager.num_shared_blocks(second) == 2
     manager.free(first)
     assert [manager.blocks[i].ref_count for i in second.block_table] == [1, 1, 1]
+    assert manager.num_shared_blocks(second) == 0
     manager.check_integrity([second])
 
 
@@ -426,7 +435,7 @@ def test_one_token_is_left_to_compute(manager: BlockManager, num_extra: int, num
     """A prompt that is cached to its last token has no query token left, and no logits to sample from."""
     finish(manager, tokens(3))
     seq = start(manager, tokens(3)[: 2 * BLOCK_SIZE + num_extra])
-    assert seq.num_shared_blocks == num_hits
+    assert seq.num_published_blocks == num_hits
     assert 0 < seq.num_tokens - seq.num_computed_tokens <= BLOCK_SIZE
 
 

@@ -138,7 +138,7 @@ def test_unknown_keyword_without_any_likeness() -> None:
 def test_from_kwargs() -> None:
     config = Config.from_kwargs("m", max_num_seqs=3, enforce_eager=True)
     assert (config.model, config.max_num_seqs, config.enforce_eager) == ("m", 3, True)
-    assert Config.from_kwargs(Path("some") / "folder").model == str(Path("some") / "folder")  # type: ignore[arg-type]
+    assert Config.from_kwargs(Path("some") / "folder").model == str(Path("some") / "folder")
 
 
 @pytest.mark.parametrize("model", [None, 5, True])

@@ -445,6 +445,29 @@ def test_failing_detokenizer(
     assert_idle(llm)
 
 
+def test_detokenizer_that_fails_once(byte_llama: Path, make_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against results that are lost when a Ctrl-C comes while a step turns them into text: a later step has
+    them all."""
+    llm = make_llm(byte_llama)
+    original = llm_engine.decode_output
+    expected = tokens_of(llm.generate(["abc", "d", "ef"], GREEDY, use_tqdm=False))
+    for call in range(3):
+        seq_ids = [llm.add_request(prompt, GREEDY) for prompt in ("abc", "d", "ef")]
+        calls = itertools.count()
+
+        def decode(*args: Any, call: int = call, calls: Iterator[int] = calls) -> str:
+            if next(calls) == call:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm_engine, "decode_output", decode)
+            finish(llm)
+        finished = finish(llm)
+        assert set(finished) == set(seq_ids)
+        assert tokens_of([finished[seq_id] for seq_id in seq_ids]) == expected
+
+
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
 def test_failed_generate_spares_other_requests(
     llm: LLM, prompts: list[list[int]], expected: list[list[int]], fail: Any, error: type[BaseException]

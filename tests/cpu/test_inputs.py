@@ -485,3 +485,23 @@ def test_unknown_keywords(byte_llama: Path, llm: LLM) -> None:
         SamplingParams(max_new_tokens=5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="temperature"):
         llm.generate([[1]], temperature=0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("prompt", [[1, True], bytearray(b"abc")])
+def test_what_only_looks_like_token_ids(llm: LLM, prompt: Any) -> None:
+    """numpy would take both for integers."""
+    with pytest.raises(TypeError, match="prompt 1"):
+        llm.generate([GOOD_PROMPT, prompt], GREEDY, use_tqdm=False)
+
+
+def test_lone_surrogate(llm: LLM) -> None:
+    """No tokenizer can encode it, and its own error names no prompt."""
+    with pytest.raises(ValueError, match=r"prompt 1: .*surrogate"):
+        llm.generate(["a", "\ud800"], GREEDY, use_tqdm=False)
+
+
+def test_nothing_but_stop_tokens(llm: LLM) -> None:
+    """With every token banned until min_tokens, the sampler would have nothing to choose from."""
+    params = replace(GREEDY, stop_token_ids=tuple(range(NUM_TOKENIZER_IDS)), min_tokens=2)
+    with pytest.raises(ValueError, match="min_tokens=2"):
+        llm.generate([GOOD_PROMPT], params, use_tqdm=False)

@@ -179,7 +179,7 @@ def test_prompt_as_large_as_the_pool(random_llama: Any, make_llm: Any) -> None:
     assert output["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [1, 12, 16, 17])
+@pytest.mark.parametrize("num_prompt_tokens", [12, 16, 17])
 def test_pool_of_exactly_the_needed_size(
     random_llama: Any, make_llm: Any, drive: Any, rng: random.Random, num_prompt_tokens: int
 ) -> None:

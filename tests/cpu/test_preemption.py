@@ -235,12 +235,11 @@ def test_order_of_arrival(random_llama: Any, make_llm: Any, prompts: list[list[i
     assert order_of_ends == seq_ids  # all have the same number of tokens
 
 
-@pytest.mark.parametrize("num_blocks", [SMALL_POOL, 3 * SMALL_POOL // 2])
 def test_known_lengths_are_not_preempted(
-    random_llama: Any, make_llm: Any, drive: Any, prompts: list[list[int]], num_blocks: int
+    random_llama: Any, make_llm: Any, drive: Any, prompts: list[list[int]]
 ) -> None:
     """Guards against admitting sequences whose ends are known and don't fit together."""
-    llm = make_llm(random_llama[0], kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=num_blocks)
+    llm = make_llm(random_llama[0], kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=3 * SMALL_POOL // 2)
     outputs, steps = drive(llm, prompts * 3, GREEDY)
     assert all(len(output["token_ids"]) == GREEDY.max_tokens for output in outputs)
     assert num_preemptions(steps) == 0

@@ -150,7 +150,7 @@ def test_prefix_longer_than_a_step_is_computed_once(
     assert max(step.num_prefill_tokens + step.num_decode_tokens for step in steps) <= budget
 
 
-@pytest.mark.parametrize("num_turn_tokens", [1, 7, BLOCK_SIZE + 1])
+@pytest.mark.parametrize("num_turn_tokens", [1, BLOCK_SIZE + 1])
 def test_conversation_reuses_outputs(
     random_llama: Any, cold: LLM, make_llm: Any, random_prompt: Any, num_turn_tokens: int
 ) -> None:

@@ -100,6 +100,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.engine.sequences) - 1), label="sequence")
         self.engine.abort(self.engine.sequences[index])
 
+    @precondition(lambda self: self.engine.scheduler.has_sequences)
+    @rule(is_in_schedule=st.booleans())
+    def fail(self, is_in_schedule: bool) -> None:
+        """A step raises, before it is launched or while it is scheduled; the engine goes on with new requests."""
+        if is_in_schedule:
+            self.engine.scheduler.schedule()
+        self.engine.fail()
+
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             try:
@@ -445,6 +453,22 @@ def test_abort_of_the_blocking_head_lets_the_next_start() -> None:
     engine.abort(blocking)
     engine.step()
     assert small.seq_id in engine.scheduler.running
+    engine.run()
+
+
+def test_reset_leaves_nothing_behind() -> None:
+    """After a failed step: no request, no block, no slot, no cached content that may never have been computed."""
+    engine = oversubscribe()
+    for _ in range(5):
+        engine.step()
+    engine.add([1] * 40, max_tokens=2)
+    assert engine.scheduler.waiting and engine.scheduler.running and engine.manager.num_used_blocks
+    engine.fail()
+    assert not engine.scheduler.has_sequences and engine.scheduler.schedule() is None
+    assert {seq.finish_reason for seq in engine.sequences} == {"abort"}
+    small = engine.add([0], max_tokens=2)
+    engine.step()
+    assert small.seq_id in engine.scheduler.running, "the queue's head of before still blocks admission"
     engine.run()
 
 
