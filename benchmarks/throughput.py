@@ -156,6 +156,7 @@ def run_hf(model: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[str
     for name in args.job:
         job = JOBS[name]
         num_output = sum(request.max_tokens for request in job.make(0))
+        generate_hf(network, job.make(1)[:8], 8, args.temperature)  # enough to warm up eager code
         rates = {}
         for size in HF_BATCH_SIZES:
             seconds = time_passes(lambda rs, size=size: generate_hf(network, rs, size, args.temperature), job, args)
@@ -215,6 +216,7 @@ def run_vllm(model: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[s
             ]
             llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=False)
 
+        generate(job.make(1))
         seconds = time_passes(generate, job, args)
         num_output = sum(request.max_tokens for request in job.make(0))
         yield name, {"output_tok_s": round(num_output / statistics.median(seconds), 1)}
@@ -222,8 +224,7 @@ def run_vllm(model: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[s
 
 
 def time_passes(run: Callable[[list[Request]], object], job: Job, args: argparse.Namespace) -> list[float]:
-    """Seconds of each pass after a warm-up."""
-    run(job.make(1))
+    """Seconds of each pass."""
     seconds = []
     for repeat in range(args.repeats):
         requests = job.make(2 + repeat)
