@@ -72,7 +72,7 @@ def is_within_allowance(figures: dict[str, float]) -> bool:
 def export_safetensors(gguf_path: str, folder: Path) -> None:
     """Writes a GGUF model as a directory with one bfloat16 safetensors file."""
     checkpoint = open_checkpoint(gguf_path)
-    checkpoint.config.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(vars(checkpoint.config)))
     tokenizer = checkpoint.load_tokenizer()
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

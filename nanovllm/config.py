@@ -26,7 +26,8 @@ class Config:
         kvcache_block_size: tokens in a KV-cache block; None lets the attention backend choose.
         num_kvcache_blocks: blocks in the KV cache; None measures what fits.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: of weights, activations and KV cache; "auto" is the checkpoint's on a GPU, float32 on a CPU.
+        dtype: of weights, activations and KV cache; "auto" is float32 on a CPU; on a GPU float16 for a
+            float16 checkpoint, bfloat16 for any other.
         attention_backend: a backend's name, or "auto".
         load_format: "auto" reads the checkpoint; "dummy" makes random weights from its config alone.
         enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.

@@ -25,7 +25,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: keep the k most probable tokens; 0 or -1 keeps all.
         min_p: drop tokens less probable than this times the most probable one, in [0, 1].
-        seed: makes the request's tokens repeatable, alone or in any batch, in [0, 2**64).
+        seed: of the request's random numbers, in [0, 2**64): its tokens are repeatable alone or in any batch, as far
+            as the logits are (exactly in float32 on a CPU; a GPU rounds differently in batches of other sizes).
         stop_token_ids: end the request when one of these is emitted (also when `ignore_eos` is set).
         min_tokens: neither an end-of-sequence token nor a stop token is sampled before this many.
         skip_special_tokens: leave special tokens out of the text.

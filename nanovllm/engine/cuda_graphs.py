@@ -14,7 +14,7 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     sizes = [1, 2, 4, 8]
     step = 8
     while sizes[-1] < max_num_seqs:
-        if sizes[-1] >= 16 * step:  # at most about one row in sixteen is padding
+        if sizes[-1] >= 16 * step:  # from 128 on, at most about one row in sixteen is padding
             step *= 2
         sizes.append(sizes[-1] + step)
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

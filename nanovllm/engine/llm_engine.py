@@ -43,7 +43,7 @@ class LLMEngine:
             FileNotFoundError: there is no such model.
         """
         self.config = Config.from_kwargs(model, **kwargs)
-        checkpoint = open_checkpoint(self.config.model)
+        checkpoint = open_checkpoint(self.config.model, with_weights=self.config.load_format != "dummy")
         _, spec = resolve_architecture(checkpoint.config)
         self.tokenizer = checkpoint.load_tokenizer()
         self.eos_token_ids = checkpoint.eos_token_ids(self.tokenizer)
@@ -99,7 +99,8 @@ class LLMEngine:
     def step(self) -> StepOutput:
         """Launches one step and returns the results of the step before.
 
-        If it raises, every request in the engine is aborted, the next call reports them, and the engine goes on.
+        If the step fails, every request in the engine is aborted, the next call reports them, and the engine goes on.
+        If the text of a result can't be decoded, the results stay for the next call.
         """
         self._check_open()
         output = self._step()
@@ -172,7 +173,7 @@ class LLMEngine:
             if batch is not None:
                 launched = batch, self.runner.run(pack(batch, self.block_manager.block_size))
             previous, self._in_flight = self._in_flight, launched
-            if batch is None and previous is None and self.scheduler.has_sequences:
+            if batch is None and previous is None and self._unfinished:
                 raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
             return self._read(previous, batch or ScheduledBatch())
         except BaseException:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm import kernels
 from nanovllm.attention import select_backends
 from nanovllm.config import Config
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
@@ -61,6 +62,8 @@ class ModelRunner:
         self.num_sampled_ids = num_sampled_ids
         self.device = resolve_device(config.device)
         if self.device.type == "cuda":
+            if not kernels.are_installed():
+                raise ValueError("a CUDA device needs the package triton, which is not installed")
             torch.cuda.set_device(self.device)
             self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
         self.dtype = resolve_dtype(config.dtype, checkpoint, self.device)
@@ -99,12 +102,16 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: PackedBatch) -> StepHandle:
         """Launches the forward pass and the sampling of a batch."""
+        if self.device.type == "cpu":
+            return StepHandle(self._execute(view_flat(upload(batch, self.device), batch)))
+        with torch.cuda.device(self.device):  # another engine, or the caller, may have made another one current
+            return self._launch(batch)
+
+    def _launch(self, batch: PackedBatch) -> StepHandle:
         if self.graphs is not None and batch.is_pure_decode:
             tokens = self.graphs.replay(batch)
         else:
             tokens = self._execute(view_flat(upload(batch, self.device), batch))
-        if self.device.type == "cpu":
-            return StepHandle(tokens)
         on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         on_host.copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
@@ -112,8 +119,7 @@ class ModelRunner:
         return StepHandle(on_host, done)
 
     def close(self) -> None:
-        """Frees the device's memory. Graphs and layers refer to the runner and the cache: without cutting these ties
-        nothing would go before the next garbage collection."""
+        """Frees the device's memory at once, whoever still refers to the runner."""
         self.graphs = None
         for layer in self.model.attention_layers():
             layer.cache = None
@@ -241,7 +247,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """The torch dtype of a config's `dtype`; "auto" is float32 on a CPU, else the checkpoint's own."""
+    """The torch dtype of a config's `dtype`; "auto" is float32 on a CPU, else float16 for a float16 checkpoint and
+    bfloat16 for any other."""
     if name == "auto":
         if device.type == "cpu":
             return torch.float32

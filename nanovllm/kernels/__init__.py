@@ -12,7 +12,8 @@ import torch
 
 
 @cache
-def _is_installed() -> bool:
+def are_installed() -> bool:
+    """Whether triton can be imported."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -22,4 +23,4 @@ def _is_installed() -> bool:
 
 def serve(x: torch.Tensor) -> bool:
     """Whether these kernels, not plain torch, work on a tensor: where it is on a CUDA device with triton at hand."""
-    return x.is_cuda and _is_installed()
+    return x.is_cuda and are_installed()

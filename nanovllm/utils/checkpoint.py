@@ -63,11 +63,12 @@ class Checkpoint(ABC):
         return frozenset(found)
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def open_checkpoint(model: str, with_weights: bool = True) -> Checkpoint:
     """Finds a model.
 
     Args:
         model: a local directory, a `.gguf` file, or a Hugging Face id (fetched unless it is cached).
+        with_weights: whether a hub's weights are wanted, too.
 
     Raises:
         FileNotFoundError: a path that doesn't exist.
@@ -86,8 +87,10 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise FileNotFoundError(f"{model}: no such file or directory")
     from huggingface_hub import snapshot_download
 
+    # Some repositories hold the same weights twice; nobody reads the second copy.
+    ignored = ["consolidated*", "original/*"] if with_weights else ["*.safetensors"]
     try:
-        folder = snapshot_download(model, allow_patterns=list(_HUB_PATTERNS))
+        folder = snapshot_download(model, allow_patterns=list(_HUB_PATTERNS), ignore_patterns=ignored)
     except Exception as error:
         raise FileNotFoundError(f"{model}: no such directory, and not to be had from the hub: {error}") from error
     return DirectoryCheckpoint(Path(folder), name=model)

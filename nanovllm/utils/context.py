@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class ForwardContext:
-    """Metadata of a forward over T tokens of S sequences. Read by `Attention` and `ParallelLMHead` only.
+    """Metadata of a forward over T tokens of S sequences. Read by `Attention`, its backends and `LMHead` only.
 
     The first `num_decode_seqs` sequences have one query token each, so their tokens are the first of the batch.
 

@@ -92,6 +92,8 @@ class GGUFCheckpoint(Checkpoint):
         values = {name: get(key) for name, key in _CONFIG_KEYS.items()}
         if missing := sorted(_CONFIG_KEYS[name] for name, value in values.items() if value is None):
             raise ValueError(f"{self.path}: its metadata lack {architecture}.{missing[0]}")
+        if not all(isinstance(values[name], int) for name in values if name != "rms_norm_eps"):
+            raise ValueError(f"{self.path}: layers of different sizes are not supported")
         if (scaling := get("rope.scaling.type", "none")) != "none":
             raise ValueError(f"{self.path}: rope scaling {scaling!r} is not supported in a GGUF file")
         head_dim = get("attention.key_length", values["hidden_size"] // values["num_attention_heads"])
@@ -106,6 +108,8 @@ class GGUFCheckpoint(Checkpoint):
             num_key_value_heads=get("attention.head_count_kv", values["num_attention_heads"]),
             vocab_size=self._shapes.get("token_embd.weight", (0,))[0],
             rope_theta=get("rope.freq_base", 10000.0),
+            use_sliding_window=True,
+            sliding_window=get("attention.sliding_window"),
             tie_word_embeddings="output.weight" not in self._shapes,
             eos_token_id=[token_id for token_id in ends if token_id is not None],
         )
