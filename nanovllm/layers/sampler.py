@@ -8,6 +8,8 @@ from nanovllm.engine.step_tensors import StepTensors
 # Weyl increment and the two multipliers of a 32-bit integer mixer, as signed 32-bit numbers.
 _WEYL = 0x9E3779B9 - 2**32
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
+# Sorting holds each logit in several wider copies, so filtered rows are sorted so many at a time.
+_ROWS_PER_SORT = 8
 
 
 def sample(logits: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
@@ -31,8 +33,8 @@ def sample(logits: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
             filters = (inputs.top_k, inputs.top_p, inputs.min_p)
             sampling.filter_logits_(logits, inputs.filter_rows, inputs.temperature, *filters)
         return sampling.sample(logits, inputs.temperature, inputs.keys)
-    rows = inputs.filter_rows.long()
-    if len(rows):
+    for first in range(0, len(inputs.filter_rows), _ROWS_PER_SORT):
+        rows = inputs.filter_rows[first : first + _ROWS_PER_SORT].long()
         scaled = logits[rows].float() / inputs.temperature[rows, None]
         kept = filter_mask(scaled, inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
         logits[rows] = logits[rows].masked_fill(~kept, -torch.inf)
