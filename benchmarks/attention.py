@@ -83,7 +83,6 @@ def time_case(backend: AttentionBackend, query_lens: list[int], context_lens: li
         num_decode_seqs=len(query_lens) if is_decode else 0,
         max_query_len=0 if is_decode else max(query_lens),
         max_context_len=4096,
-        logits_indices=None,
     )
     context.decode_plan = backend.prepare_decode(context) if is_decode else None
     context.prefill_plan = None if is_decode else backend.prepare_prefill(context)

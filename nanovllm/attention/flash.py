@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,20 +34,16 @@ class _Plan:
         return cls(query_starts, context_starts, context_lens, tables, max_query_len, context.max_context_len)
 
 
-@cache
-def _import_error(module: str) -> str | None:
-    """Why a module can't be imported; None if it can."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # a wheel for another torch fails with more than ImportError
-        return f"{module} can't be imported ({error})"
-    return None
-
-
 class FlashAttentionBackend(AttentionBackend):
-    """What the versions share: the checks, and one variable-length call for prefill and decode alike."""
+    """What the versions share: the checks, and one variable-length call for prefill and decode alike.
+
+    Attributes:
+        module: what to import for it.
+        function: name in that module of the function that does the work.
+    """
 
     module: str
+    function: str
     min_capability: tuple[int, int]
     max_capability: tuple[int, int] = (99, 0)
     block_size_multiple: int
@@ -58,8 +54,10 @@ class FlashAttentionBackend(AttentionBackend):
         reasons = []
         if spec.device.type != "cuda":
             return ["needs a CUDA device"]
-        if error := _import_error(cls.module):
-            reasons.append(error)
+        try:
+            cls._load()
+        except Exception as error:  # a wheel for another torch fails with more than ImportError
+            reasons.append(f"{cls.module} can't be imported ({error})")
         capability = torch.cuda.get_device_capability(spec.device)
         if not cls.min_capability <= capability <= cls.max_capability:
             reasons.append(f"does not run on compute capability {capability[0]}.{capability[1]}")
@@ -70,6 +68,15 @@ class FlashAttentionBackend(AttentionBackend):
         if spec.block_size is not None and spec.block_size % cls.block_size_multiple:
             reasons.append(f"block size {spec.block_size} is not a multiple of {cls.block_size_multiple}")
         return reasons
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self._call = self._load()
+
+    @classmethod
+    def _load(cls) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(importlib.import_module(cls.module), cls.function)
+        return function
 
     def prepare_decode(self, context: ForwardContext) -> _Plan:
         return _Plan.of(context, slice(0, context.num_decode_seqs), max_query_len=1)
@@ -90,22 +97,19 @@ class FlashAttentionBackend(AttentionBackend):
     def _attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
         raise NotImplementedError
 
-    def _function(self, name: str) -> Callable[..., torch.Tensor]:
-        function: Callable[..., torch.Tensor] = getattr(importlib.import_module(self.module), name)
-        return function
-
 
 class FlashAttention2Backend(FlashAttentionBackend):
     """Package `flash-attn`. Its pages are multiples of 256 tokens."""
 
     name = "flash_attn_2"
     module = "flash_attn"
+    function = "flash_attn_varlen_func"
     preferred_block_size = 256
     min_capability = (8, 0)
     block_size_multiple = 256
 
     def _attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        return self._function("flash_attn_varlen_func")(
+        output: torch.Tensor = self._call(
             query,
             k_cache,
             v_cache,
@@ -117,6 +121,7 @@ class FlashAttention2Backend(FlashAttentionBackend):
             causal=True,
             block_table=plan.block_tables,
         )
+        return output
 
 
 class FlashAttention3Backend(FlashAttentionBackend):
@@ -124,23 +129,33 @@ class FlashAttention3Backend(FlashAttentionBackend):
 
     name = "flash_attn_3"
     module = "flash_attn_interface"
+    function = "fwd"
     preferred_block_size = 64
     min_capability = (9, 0)
     max_capability = (9, 9)
     block_size_multiple = 16
 
+    @classmethod
+    def _load(cls) -> Callable[..., Any]:
+        # The module's Python functions are wrapped for torch.compile: their first call imports the compiler (5 s), and
+        # each costs more host time than a layer's other launches together. The operator below them is as public.
+        importlib.import_module(cls.module)
+        operator: Callable[..., Any] = getattr(torch.ops.flash_attn_3, cls.function)
+        return operator
+
     def _attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        return self._function("flash_attn_with_kvcache")(
+        output: torch.Tensor = self._call(
             query,
             k_cache,
             v_cache,
-            cache_seqlens=plan.context_lens,
-            page_table=plan.block_tables,
             cu_seqlens_q=plan.query_starts,
+            seqused_k=plan.context_lens,
             max_seqlen_q=plan.max_query_len,
+            page_table=plan.block_tables,
             softmax_scale=self.spec.scale,
-            causal=True,
-        )
+            is_causal=True,
+        )[0]
+        return output
 
 
 class FlashAttention4Backend(FlashAttentionBackend):
@@ -148,6 +163,7 @@ class FlashAttention4Backend(FlashAttentionBackend):
 
     name = "flash_attn_4"
     module = "flash_attn.cute"
+    function = "flash_attn_varlen_func"
     preferred_block_size = 128
     min_capability = (9, 0)
     max_capability = (11, 9)  # 12.x (consumer Blackwell) has no paged KV there
@@ -155,7 +171,8 @@ class FlashAttention4Backend(FlashAttentionBackend):
     max_head_dim = 128
 
     def _attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        output, _ = self._function("flash_attn_varlen_func")(
+        output: torch.Tensor
+        output, _ = self._call(
             query,
             k_cache,
             v_cache,

@@ -1,6 +1,7 @@
 """This project's own kernels as a backend: any CUDA GPU, no flash-attn needed."""
 
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -27,6 +28,13 @@ class TritonBackend(AttentionBackend):
             reasons.append(f"block size {spec.block_size} is not a multiple of 16")
         return reasons
 
+    def prepare_decode(self, context: ForwardContext) -> Any:
+        from nanovllm.kernels.paged_decode import plan_decode
+
+        spec = self.spec
+        lens = context.context_lens[: context.num_decode_seqs]
+        return plan_decode(lens, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype) if len(lens) else None
+
     def decode(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
@@ -40,7 +48,7 @@ class TritonBackend(AttentionBackend):
             context.block_tables[:num_seqs],
             context.context_lens[:num_seqs],
             self.spec.scale,
-            max_context=context.max_context_len,
+            context.decode_plan,
         )
 
     def prefill(

@@ -69,9 +69,14 @@ class PackedBatch:
 
     @property
     def is_pure_decode(self) -> bool:
-        """Whether every sequence has one query token and samples one, and nothing but filters touches its logits."""
+        """Whether every sequence has one query token and samples one."""
         num_seqs = len(self.context_lens)
-        return self.num_decode_seqs == num_seqs == len(self.sampled_slots) and not len(self.banned_ids)
+        return self.num_decode_seqs == num_seqs == len(self.sampled_slots)
+
+    @property
+    def has_plain_sampling(self) -> bool:
+        """Whether nothing but temperatures and filters touches the logits."""
+        return not len(self.banned_ids)
 
 
 def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:

@@ -21,11 +21,15 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captured decode steps, by batch size. A step's whole input is one copy into a fixed buffer."""
+    """Captured decode steps, by batch size. A step's whole input is one copy into a fixed buffer.
+
+    Each step is two graphs, so that a batch which asks for more than plain sampling still replays the first.
+    """
 
     def __init__(
         self,
-        execute: Callable[[StepTensors], torch.Tensor],
+        forward: Callable[[StepTensors], torch.Tensor],
+        sample: Callable[[torch.Tensor, StepTensors], torch.Tensor],
         batch_sizes: list[int],
         *,
         table_width: int,
@@ -36,7 +40,8 @@ class DecodeGraphs:
         """Captures every size, the largest first, so that the others share its memory.
 
         Args:
-            execute: what a step does on the device; returns the sampled tokens [N].
+            forward: a step's model; returns the hidden states [N, hidden_size].
+            sample: what makes tokens [N] of them.
             table_width: blocks of the longest sequence.
             max_context_len: tokens of the longest sequence.
             dummy_slot: where padding rows leave their token.
@@ -44,7 +49,8 @@ class DecodeGraphs:
         self.batch_sizes = sorted(batch_sizes)
         self._table_width, self._dummy_slot = table_width, dummy_slot
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._forward: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._sampling: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         largest = len(flatten(self._padded_dummy(self.batch_sizes[-1])))
         self._buffer = torch.zeros(largest, dtype=torch.int32, device=device)
         for size in reversed(self.batch_sizes):
@@ -52,22 +58,37 @@ class DecodeGraphs:
             flat = torch.from_numpy(flatten(batch))
             self._buffer[: len(flat)].copy_(flat)
             inputs = view_flat(self._buffer, batch, max_context_len=max_context_len)
-            execute(inputs)  # compiles what capturing must not
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                tokens = execute(inputs)
-            self._graphs[size] = graph, tokens
+            sample(forward(inputs), inputs)  # compiles what capturing must not
+            self._forward[size] = _, hidden = self._capture(forward, inputs)
+            self._sampling[size] = self._capture(sample, hidden, inputs)
 
     @torch.inference_mode()
-    def replay(self, batch: PackedBatch) -> torch.Tensor:
-        """Launches a pure-decode batch; returns the tokens of its N sequences, valid until the next replay."""
-        num_seqs = len(batch.context_lens)
-        size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, num_seqs)]
+    def replay_forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Launches a pure-decode batch; returns its N sequences' hidden states, valid until the next replay."""
+        size = self._size(batch)
         flat = torch.from_numpy(flatten(pad_decode(batch, size, self._table_width, self._dummy_slot)))
         self._buffer[: len(flat)].copy_(flat.pin_memory(), non_blocking=True)
-        graph, tokens = self._graphs[size]
+        graph, hidden = self._forward[size]
         graph.replay()
-        return tokens[:num_seqs]
+        return hidden[: len(batch.context_lens)]
+
+    @torch.inference_mode()
+    def replay_sampling(self, batch: PackedBatch) -> torch.Tensor:
+        """Launches the sampling of the batch just replayed; returns its N tokens, valid until the next replay."""
+        graph, tokens = self._sampling[self._size(batch)]
+        graph.replay()
+        return tokens[: len(batch.context_lens)]
+
+    def _size(self, batch: PackedBatch) -> int:
+        return self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(batch.context_lens))]
+
+    def _capture(
+        self, run: Callable[..., torch.Tensor], *args: StepTensors | torch.Tensor
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run(*args)
+        return graph, output
 
     def _padded_dummy(self, size: int) -> PackedBatch:
         batch = dummy_batch(size, 1, dummy_slot=self._dummy_slot, num_filters=size)

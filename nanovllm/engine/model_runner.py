@@ -89,7 +89,7 @@ class ModelRunner:
         self.num_kv_blocks = self._num_kv_blocks()
         self._bind_kv_cache(self.num_kv_blocks)
         if self._wants_graphs:
-            self.graphs = self._capture(graph_batch_sizes(config.max_num_seqs))
+            self.graphs = self._capture(self._graph_batch_sizes)
         logger.info(
             "%s in %s on %s: KV cache of %d blocks of %d tokens",
             model_class.__name__,
@@ -109,7 +109,11 @@ class ModelRunner:
 
     def _launch(self, batch: PackedBatch) -> StepHandle:
         if self.graphs is not None and batch.is_pure_decode:
-            tokens = self.graphs.replay(batch)
+            hidden = self.graphs.replay_forward(batch)
+            if batch.has_plain_sampling:
+                tokens = self.graphs.replay_sampling(batch)
+            else:
+                tokens = self._sample(hidden, view_flat(upload(batch, self.device), batch))
         else:
             tokens = self._execute(view_flat(upload(batch, self.device), batch))
         on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -129,6 +133,10 @@ class ModelRunner:
 
     def _execute(self, inputs: StepTensors) -> torch.Tensor:
         """A step on the device, from its input to the sampled tokens [N] int64."""
+        return self._sample(self._forward(inputs), inputs)
+
+    def _forward(self, inputs: StepTensors) -> torch.Tensor:
+        """Final hidden states [T, hidden_size]."""
         token_ids = inputs.token_ids
         if inputs.num_decode_seqs:
             decode_ids = token_ids[: inputs.num_decode_seqs]
@@ -138,11 +146,16 @@ class ModelRunner:
         context.decode_plan = self.decode_backend.prepare_decode(context)
         context.prefill_plan = self.prefill_backend.prepare_prefill(context)
         with forward_context(context):
-            hidden = self.model(token_ids, inputs.positions, inputs.rope_lens)
-            if not len(inputs.sampled_slots):
-                return torch.empty(0, dtype=torch.int64, device=self.device)
-            logits = self.model.compute_logits(hidden)[:, : self.num_sampled_ids]
-        tokens = sample(logits, inputs)
+            hidden: torch.Tensor = self.model(token_ids, inputs.positions, inputs.rope_lens)
+        return hidden
+
+    def _sample(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
+        """Draws the tokens [N] int64, and leaves them where the next step looks for them."""
+        if not len(inputs.sampled_slots):
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        if len(inputs.sampled_slots) < len(hidden):
+            hidden = hidden[inputs.logits_indices]
+        tokens = sample(self.model.compute_logits(hidden)[:, : self.num_sampled_ids], inputs)
         self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
         return tokens
 
@@ -151,10 +164,15 @@ class ModelRunner:
         is_possible = self.device.type == "cuda" and self.decode_backend.captures_in_graphs
         return is_possible and not self.config.enforce_eager
 
+    @property
+    def _graph_batch_sizes(self) -> list[int]:
+        return graph_batch_sizes(min(self.config.max_num_seqs, self.config.max_num_batched_tokens))
+
     def _capture(self, batch_sizes: list[int]) -> DecodeGraphs:
         with torch.inference_mode():
             return DecodeGraphs(
-                self._execute,
+                self._forward,
+                self._sample,
                 batch_sizes,
                 table_width=-(-self.max_model_len // self.block_size),
                 max_context_len=self.max_model_len,
@@ -198,7 +216,7 @@ class ModelRunner:
         config, dummy_slot = self.config, self.config.max_num_seqs
         self._bind_kv_cache(1)
         num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        query_len = min(config.max_num_batched_tokens // num_seqs, self.max_model_len)
+        query_len = min(-(-config.max_num_batched_tokens // num_seqs), self.max_model_len)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.run(dummy_batch(num_seqs, query_len, dummy_slot=dummy_slot, num_filters=num_seqs))
@@ -206,7 +224,7 @@ class ModelRunner:
         graphs = 0
         if self._wants_graphs:
             # The largest graph holds the memory that all share; the smallest shows what each costs beside that.
-            sizes = graph_batch_sizes(config.max_num_seqs)
+            sizes = self._graph_batch_sizes
             largest = self._graph_bytes(sizes[-1:])
             graphs = largest + (len(sizes) - 1) * max(self._graph_bytes(sizes[:1]), 0)
         self._release()

@@ -8,6 +8,9 @@ from nanovllm.engine.admission import BlockForecast, LengthEstimator
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
+# A full engine admits its next prompts when this share of its sequences, at least one, has ended.
+_ADMISSION_GROUPS = 32
+
 
 @dataclass
 class ScheduledBatch:
@@ -71,7 +74,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self.estimator = LengthEstimator()
         self._free_slots = list(reversed(range(self.max_num_seqs)))
-        self._is_admission_blocked = False  # until a sequence gives blocks back
+        self._num_awaited = 0  # sequences that have to make room before the next admission
 
     @property
     def has_sequences(self) -> bool:
@@ -126,7 +129,7 @@ class Scheduler:
             self._release(seq)
         else:
             del self.waiting[seq.seq_id]
-            self._is_admission_blocked = False  # the head of the queue may be another one now
+            self._num_awaited = 0  # the head of the queue may be another one now
         seq.end(reason)
 
     def reset(self) -> None:
@@ -134,7 +137,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self._free_slots = list(reversed(range(self.max_num_seqs)))
-        self._is_admission_blocked = False
+        self._num_awaited = 0
         self.block_manager.reset()
 
     def find(self, seq_id: int) -> Sequence | None:
@@ -168,14 +171,19 @@ class Scheduler:
         return budget
 
     def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+        if self._num_awaited > 0 and self.running:
+            return
         forecast = None
-        while self.waiting and budget and self._free_slots and not self._is_admission_blocked:
+        while self.waiting and budget:
+            if not self._free_slots:
+                self._await_room()
+                break
             seq = next(iter(self.waiting.values()))
             cached_block_ids = self.block_manager.find_cached_blocks(seq)
             if forecast is None:
                 forecast = BlockForecast(self.running.values(), self.estimator, self.block_manager)
             if not self._fits(seq, cached_block_ids, forecast):
-                self._is_admission_blocked = True
+                self._await_room()
                 break
             del self.waiting[seq.seq_id]
             self.block_manager.allocate(seq, cached_block_ids)
@@ -187,6 +195,14 @@ class Scheduler:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 batch.num_cached_tokens += seq.num_computed_tokens
             budget -= self._schedule_chunk(batch, seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
+
+    def _await_room(self) -> None:
+        """After an admission has failed: the next is tried when some sequences have made room, not each time one has.
+
+        A step with a prompt in it costs more than its tokens (no graph, many small launches); a few together cost it
+        once. On average 1 / (2 * _ADMISSION_GROUPS) of the running sequences' places stay empty for it.
+        """
+        self._num_awaited = -(-len(self.running) // _ADMISSION_GROUPS)
 
     def _fits(self, seq: Sequence, cached_block_ids: list[int], forecast: BlockForecast) -> bool:
         """Whether the sequence's prompt fits now, and the running set with it at its expected peak."""
@@ -222,4 +238,4 @@ class Scheduler:
         self.block_manager.free(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1
-        self._is_admission_blocked = False
+        self._num_awaited -= 1

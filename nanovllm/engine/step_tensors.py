@@ -39,7 +39,6 @@ class StepTensors:
     num_decode_seqs: int
     max_query_len: int
     max_context_len: int
-    all_rows_sampled: bool = False
 
     def forward_context(self) -> ForwardContext:
         return ForwardContext(
@@ -50,7 +49,6 @@ class StepTensors:
             num_decode_seqs=self.num_decode_seqs,
             max_query_len=self.max_query_len,
             max_context_len=self.max_context_len,
-            logits_indices=None if self.all_rows_sampled else self.logits_indices,
         )
 
 
@@ -83,7 +81,6 @@ def view_flat(flat: torch.Tensor, batch: PackedBatch, **changes: Any) -> StepTen
             "num_decode_seqs": batch.num_decode_seqs,
             "max_query_len": batch.max_query_len,
             "max_context_len": batch.max_context_len,
-            "all_rows_sampled": batch.is_pure_decode,
             **changes,
         },
     )

@@ -44,6 +44,31 @@ def scale_by_weight(normed, weight, DTYPE: tl.constexpr):
     return (normed.to(DTYPE).to(tl.float32) * weight.to(tl.float32)).to(DTYPE).to(tl.float32)
 
 
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older triton, without programmatic dependent launch
+    gdc_launch_dependents = gdc_wait = None
+
+
+@triton.jit
+def wait_for_previous_kernel(PDL: tl.constexpr):
+    """Programmatic dependent launch: until here, this kernel runs beside the tail of the one before it; nothing that
+    an earlier kernel of the step writes may be read above. Every program must get here, or the order of the kernels
+    after this one would be lost. Then lets the next kernel begin likewise.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@cache
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments that launch a kernel with `wait_for_previous_kernel` on `device`."""
+    if device.type != "cuda" or gdc_wait is None or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of `device`; an H200's count for the CPU, so that the interpreter takes its paths."""

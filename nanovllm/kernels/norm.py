@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.common import scale_by_weight
+from nanovllm.kernels.common import launch_options, scale_by_weight, wait_for_previous_kernel
 
 
 @triton.jit
@@ -20,11 +20,14 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    wait_for_previous_kernel(PDL)
     x = tl.load(x_ptr + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         residual_ptr += row * residual_row
@@ -33,7 +36,6 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + column, stored, mask=mask)
         x = stored.to(tl.float32)  # the norm sees the sum as the next layer will: rounded to the model's dtype
     variance = tl.sum(x * x, axis=0) / HIDDEN
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     normed = scale_by_weight(x * tl.rsqrt(variance + eps), weight, dtype)
     tl.store(out_ptr + row * out_row + column, normed.to(dtype), mask=mask)
 
@@ -63,6 +65,7 @@ def _launch(
             BLOCK=block,
             ADD=residual is not None,
             num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread, so that loads are 16 bytes wide
+            **launch_options(x.device),
         )
     return out
 

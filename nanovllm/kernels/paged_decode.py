@@ -1,50 +1,116 @@
-"""Decode attention over the paged cache: one query token a sequence, the context split over programs.
+"""Decode attention over the paged cache: one query token a sequence, the work cut into equal shares.
 
-Flash-decoding (Dao et al. 2023): program (kv_head, sequence, split) runs an online softmax over its share of the
-context; a second kernel joins the shares by their log-sum-exp. All query heads of a KV head are one tile, padded to
-16 rows so that `tl.dot` uses the tensor cores: each K and V element is read once, and the padding is free because
-the kernel waits for memory, not for arithmetic.
+Flash-decoding (Dao et al. 2023) with the balance of stream-K (Osama et al. 2023): all sequences' contexts, one after
+the other, are a line of tiles. Share s of a KV head is the s-th of equally long pieces of that line, and one program
+runs an online softmax over each sequence's part in it. There are as many programs as the GPU runs at once, so all end
+together, whatever the lengths. A sequence that lies in one share is finished there; of one that several shares hold,
+each program leaves a partial result, and the last to do so joins them by their log-sum-exp.
 
-The grid comes from shapes only (number of sequences, heads, maximum context), so a captured graph serves any
-`context_lens`: programs past a context's end return at once. A sequence whose context fits one split is finished by
-that program; both kernels read that off `context_lens[i] <= split_length`.
+All query heads of a KV head are one tile, padded to 16 rows so that `tl.dot` uses the tensor cores: each K and V
+element is read once, and the padding is free because the kernel waits for memory, not for arithmetic.
+
+The grid depends on the GPU alone and the shares are laid out on the device, so a captured graph serves any lengths.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.common import (
-    H200_MULTIPROCESSORS,
-    LN_2,
     LOG2_E,
     check_attention,
     dot_precision,
+    launch_options,
     locate_tokens,
     num_multiprocessors,
+    wait_for_previous_kernel,
 )
 
-LONGEST_SPLIT = 1024  # tokens; longer ones leave the last wave of programs unbalanced
-SHORTEST_SPLIT = 128  # tokens; shorter ones don't amortise loading q and storing the partial result
-MAX_PROGRAMS = 16384  # bounds the workspace and the cost of programs that only find that they have nothing to do
+PROGRAMS_PER_MULTIPROCESSOR = 3  # as many as shared memory has room for: two stages of a K and a V tile each
+SHORTEST_SHARE = 2  # tiles; shorter ones don't amortise loading q and storing the partial result
+PLAN_BLOCK = 1024  # sequences that the planning kernel looks at at a time
+MERGE_BLOCK = 8  # partial results joined at a time
 
 
-@triton.jit(do_not_specialize=["table_ptr", "context_lens_ptr", "lse_ptr", "table_row", "split_length"])
+@dataclass(frozen=True)
+class DecodePlan:
+    """How a batch's contexts are cut into shares. Made once a step, used in every layer, one after the other.
+
+    shares:       [num_shares, 4] int32: first sequence, first and end tile on the line, tiles of a full share
+    first_tiles:  [num_seqs + 1] int32: where each sequence's tiles begin on the line
+    arrivals:     [num_seqs, num_kv_heads] int32: partial results left so far; 0 between launches
+    partial:      [2 * num_shares, num_heads, head_dim] fp32: of each share the sequence that it continues, and the one
+                  that it begins and does not end
+    partial_lse:  [2 * num_shares, num_heads] fp32, base 2
+    tile:         tokens of a tile
+    """
+
+    shares: torch.Tensor
+    first_tiles: torch.Tensor
+    arrivals: torch.Tensor
+    partial: torch.Tensor
+    partial_lse: torch.Tensor
+    tile: int
+
+
+@triton.jit(do_not_specialize=["context_lens_ptr", "num_seqs", "num_arrivals"])
+def _plan_kernel(
+    context_lens_ptr,
+    shares_ptr,
+    first_tiles_ptr,
+    arrivals_ptr,
+    num_seqs,
+    num_arrivals,
+    TILE: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    share = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    total = 0
+    for first in range(0, num_seqs, BLOCK):
+        seq = first + lane
+        total += tl.sum(tl.cdiv(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE))
+    length = tl.maximum(tl.cdiv(total, tl.num_programs(0)), SHORTEST)
+    start = tl.minimum(share * length, total)
+    first_seq = 0  # sequences that end at or before `start`
+    reached = 0
+    for first in range(0, num_seqs, BLOCK):
+        seq = first + lane
+        tiles = tl.cdiv(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE)
+        ends = reached + tl.cumsum(tiles, axis=0)
+        first_seq += tl.sum(((ends <= start) & (seq < num_seqs)).to(tl.int32))
+        if share == 0:
+            tl.store(first_tiles_ptr + seq, ends - tiles, mask=seq < num_seqs)
+        reached += tl.sum(tiles)
+    if share == 0:
+        tl.store(first_tiles_ptr + num_seqs, total)
+    tl.store(shares_ptr + 4 * share, first_seq)
+    tl.store(shares_ptr + 4 * share + 1, start)
+    tl.store(shares_ptr + 4 * share + 2, tl.minimum(start + length, total))
+    tl.store(shares_ptr + 4 * share + 3, length)
+    for first in range(share * BLOCK, num_arrivals, tl.num_programs(0) * BLOCK):
+        tl.store(arrivals_ptr + first + lane, 0, mask=first + lane < num_arrivals)
+
+
+@triton.jit(do_not_specialize=["table_ptr", "context_lens_ptr", "table_row"])
 def _decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     table_ptr,
     context_lens_ptr,
+    shares_ptr,
+    first_tiles_ptr,
+    arrivals_ptr,
+    partial_ptr,
+    partial_lse_ptr,
     out_ptr,
-    lse_ptr,
-    partial_ptr,  # [num_seqs, num_heads, num_splits, HEAD_DIM] fp32
-    partial_lse_ptr,  # [num_seqs, num_heads, num_splits] fp32, base 2
     scale,  # softmax scale * log2(e)
     q_row,
     q_head,
-    out_row,
-    out_head,
     k_block,
     k_slot,
     k_head,
@@ -52,167 +118,160 @@ def _decode_kernel(
     v_slot,
     v_head,
     table_row,
-    split_length,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
+    MERGE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    # the bound only matters for a context that breaks the caller's max_context: cut off, not written out of bounds
-    context = tl.minimum(tl.load(context_lens_ptr + seq), tl.num_programs(2) * split_length)
-    start = split * split_length
-    if (start >= context) & (split > 0):  # split 0 goes on: it writes the zeros of an empty row
-        return
-    end = tl.minimum(start + split_length, context)
-
+    share = tl.program_id(1)
+    num_heads = tl.num_programs(0) * GROUP
+    seq = tl.load(shares_ptr + 4 * share).to(tl.int64)
+    tile = tl.load(shares_ptr + 4 * share + 1)
+    share_end = tl.load(shares_ptr + 4 * share + 2)
+    share_length = tl.load(shares_ptr + 4 * share + 3)
     group = tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
     head = kv_head * GROUP + group
     dim_ok = dim < HEAD_DIM
     row_mask = (group < GROUP)[:, None] & dim_ok[None, :]
-    q = tl.load(q_ptr + seq * q_row + head[:, None] * q_head + dim[None, :], mask=row_mask, other=0.0)
-
     k_cache_ptr += kv_head.to(tl.int64) * k_head
     v_cache_ptr += kv_head.to(tl.int64) * v_head
-    table_ptr += seq * table_row
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for first in range(start, end, TILE):
-        page, slot, valid = locate_tokens(table_ptr, first, end, PAGE, TILE)
-        mask = valid[:, None] & dim_ok[None, :]
-        # masked slots may hold anything: loaded as 0, because 0 * NaN would poison the second product
-        k = tl.load(k_cache_ptr + (page * k_block + slot * k_slot)[:, None] + dim[None, :], mask=mask, other=0.0)
-        v = tl.load(v_cache_ptr + (page * v_block + slot * v_slot)[:, None] + dim[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [ROWS, TILE]
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))  # finite: every tile has a valid token
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        peak = new_peak
+    wait_for_previous_kernel(PDL)
 
-    empty = total == 0.0
-    result = acc / tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, float("-inf"), peak + tl.log2(total))
-    num_heads = tl.num_programs(0) * GROUP
-    if context <= split_length:
-        out_offsets = seq * out_row + head[:, None] * out_head + dim[None, :]
-        tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=row_mask)
-        if WRITE_LSE:
-            tl.store(lse_ptr + seq * num_heads + head, lse * LN_2, mask=group < GROUP)
-    else:
-        partial = (seq * num_heads + head) * tl.num_programs(2) + split  # [ROWS] int64
-        tl.store(partial_ptr + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=row_mask)
-        tl.store(partial_lse_ptr + partial, lse, mask=group < GROUP)
+    while tile < share_end:
+        first_tile = tl.load(first_tiles_ptr + seq)
+        end_tile = tl.load(first_tiles_ptr + seq + 1)
+        stop = tl.minimum(end_tile, share_end)
+        end = tl.minimum(tl.load(context_lens_ptr + seq), (stop - first_tile) * TILE)
+        q = tl.load(q_ptr + seq * q_row + head[:, None] * q_head + dim[None, :], mask=row_mask, other=0.0)
+        row_table_ptr = table_ptr + seq * table_row
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for first in range((tile - first_tile) * TILE, end, TILE):
+            page, slot, valid = locate_tokens(row_table_ptr, first, end, PAGE, TILE)
+            mask = valid[:, None] & dim_ok[None, :]
+            # masked slots may hold anything: loaded as 0, because 0 * NaN would poison the second product
+            k = tl.load(k_cache_ptr + (page * k_block + slot * k_slot)[:, None] + dim[None, :], mask=mask, other=0.0)
+            v = tl.load(v_cache_ptr + (page * v_block + slot * v_slot)[:, None] + dim[None, :], mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [ROWS, TILE]
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, axis=1))  # finite: every tile has a valid token
+            weights = tl.exp2(scores - new_peak[:, None])
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + tl.sum(weights, axis=1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            peak = new_peak
+        result = acc / total[:, None]
+
+        if stop - tile == end_tile - first_tile:  # the whole sequence lies in this share
+            out_offsets = (seq * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=row_mask)
+        else:
+            partial = (2 * share + (tile == first_tile).to(tl.int32)) * num_heads + head
+            tl.store(partial_ptr + partial[:, None] * HEAD_DIM + dim[None, :], result, mask=row_mask)
+            tl.store(partial_lse_ptr + partial, peak + tl.log2(total), mask=group < GROUP)
+            tl.debug_barrier()  # all threads' stores come before the one thread's atomic, which publishes them
+            arrival_ptr = arrivals_ptr + seq * tl.num_programs(0) + kv_head
+            first_share = first_tile // share_length
+            num_partials = (end_tile - 1) // share_length - first_share + 1
+            if tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu") == num_partials - 1:
+                tl.store(arrival_ptr, 0)
+                _merge(
+                    partial_ptr, partial_lse_ptr, out_ptr + seq * num_heads * HEAD_DIM, first_share, num_partials,
+                    kv_head, num_heads, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_ROWS,
+                )  # fmt: skip
+        tile = stop
+        seq += 1
 
 
-@triton.jit(do_not_specialize=["context_lens_ptr", "lse_ptr", "split_length", "num_splits"])
-def _combine_kernel(
+@triton.jit
+def _merge(
     partial_ptr,
     partial_lse_ptr,
-    context_lens_ptr,
-    out_ptr,
-    lse_ptr,
-    out_row,
-    out_head,
-    split_length,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
+    out_ptr,  # of the sequence
+    first_share,
+    num_partials,
+    kv_head,
+    num_heads,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
+    MERGE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    seq = tl.program_id(0).to(tl.int64)
-    context = tl.minimum(tl.load(context_lens_ptr + seq), num_splits * split_length)
-    if context <= split_length:  # the decode kernel has written this row
-        return
-    live = tl.cdiv(context, split_length)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    """Join the partial results of one sequence and KV head, and store them as its output."""
+    group = tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
-    mask = (head < NUM_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
-    acc = tl.zeros([HEADS, DIMS], tl.float32)
-    peak = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    for first in range(0, live, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        partial = (seq * NUM_HEADS + head)[None, :] * num_splits + split[:, None]  # [SPLITS, HEADS]
-        is_live = (split < live)[:, None] & (head < NUM_HEADS)[None, :]
-        lse = tl.load(partial_lse_ptr + partial, mask=is_live, other=float("-inf"))
+    head = kv_head * GROUP + group
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows past GROUP don't get inf - inf
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, num_partials, MERGE):
+        index = first + tl.arange(0, MERGE)
+        partial = (2 * (first_share + index) + (index == 0).to(tl.int32))[:, None] * num_heads + head[None, :]
+        is_live = (index < num_partials)[:, None] & (group < GROUP)[None, :]  # [MERGE, ROWS]
+        # read past the L1 cache: other multiprocessors wrote this
+        lse = tl.load(partial_lse_ptr + partial, mask=is_live, other=float("-inf"), cache_modifier=".cg")
         values = tl.load(
             partial_ptr + partial[:, :, None] * HEAD_DIM + dim[None, None, :],
             mask=is_live[:, :, None] & (dim < HEAD_DIM)[None, None, :],
             other=0.0,
+            cache_modifier=".cg",
         )
-        # heads past NUM_HEADS hold only -inf: a floor keeps their exponents from becoming inf - inf
-        new_peak = tl.maximum(tl.maximum(peak, tl.max(lse, axis=0)), -1e30)
+        new_peak = tl.maximum(peak, tl.max(lse, axis=0))
         weights = tl.exp2(lse - new_peak[None, :])
         shrink = tl.exp2(peak - new_peak)
         acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, axis=0)
         total = total * shrink + tl.sum(weights, axis=0)
         peak = new_peak
-    out_offsets = seq * out_row + head[:, None] * out_head + dim[None, :]
-    tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-    if WRITE_LSE:
-        tl.store(lse_ptr + seq * NUM_HEADS + head, (peak + tl.log2(total)) * LN_2, mask=head < NUM_HEADS)
+    mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + head[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
 
 
-def split_length(num_seqs: int, num_kv_heads: int, max_context: int, num_sms: int = H200_MULTIPROCESSORS) -> int:
-    """Tokens of context that one program of the decode kernel reads: 128 times a power of two.
+def plan_decode(
+    context_lens: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> DecodePlan:
+    """Cuts the contexts of a batch into shares; one launch.
 
-    A batch with many (sequence, KV head) pairs fills the GPU alone and takes long splits, so that most sequences need
-    no combine; a small one is cut finer. Depends on shapes only, so a captured graph keeps its split.
+    context_lens: [num_seqs] int32, contiguous
+    dtype:        of queries and cache
+    Raises ValueError for context_lens that are not contiguous int32.
     """
-    pairs = num_seqs * num_kv_heads
-    length = LONGEST_SPLIT
-    while length > 256 and pairs * LONGEST_SPLIT < 8 * num_sms * length:
-        length //= 2
-    while length > SHORTEST_SPLIT and 2 * pairs * triton.cdiv(max_context, length) <= num_sms:
-        length //= 2
-    while length < max_context and pairs * triton.cdiv(max_context, length) > MAX_PROGRAMS:
-        length *= 2
-    return length
-
-
-def _num_partials(num_seqs: int, num_heads: int, num_splits: int) -> int:
-    """Partial results that a call stores, each of head_dim values and one log-sum-exp."""
-    return num_seqs * num_heads * num_splits if num_splits > 1 else 0
-
-
-def decode_workspace_size(
-    num_seqs: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_context: int,
-    num_sms: int = H200_MULTIPROCESSORS,
-) -> int:
-    """fp32 elements of a workspace that serves every batch of 1 .. num_seqs sequences of up to max_context tokens.
-
-    A smaller batch can need more than a larger one, because it is split finer; hence the maximum over all of them.
-    Where the device isn't an H200, pass its `common.num_multiprocessors` as num_sms.
-    """
-
-    def size(batch: int) -> int:
-        num_splits = triton.cdiv(max_context, split_length(batch, num_kv_heads, max_context, num_sms))
-        return _num_partials(batch, num_heads, num_splits) * (head_dim + 1)
-
-    return max((size(batch) for batch in range(1, num_seqs + 1)), default=0)
-
-
-def _tile(dims: int, element_size: int) -> int:
-    """Tokens of one K or V tile: 16 KiB, which with two stages lets three programs share a multiprocessor."""
-    return min(max(16384 // (dims * element_size), 16), 128)
+    if context_lens.dtype != torch.int32 or context_lens.dim() != 1 or not context_lens.is_contiguous():
+        raise ValueError(f"context_lens must be contiguous int32 [num_seqs], not {context_lens.dtype}")
+    device, num_seqs = context_lens.device, len(context_lens)
+    num_shares = max(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_kv_heads, 1)
+    tile = _tile(_padded(head_dim), dtype.itemsize)
+    plan = DecodePlan(
+        shares=torch.empty(num_shares, 4, dtype=torch.int32, device=device),
+        first_tiles=torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
+        arrivals=torch.empty(num_seqs, num_kv_heads, dtype=torch.int32, device=device),
+        partial=torch.empty(2 * num_shares, num_heads, head_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(2 * num_shares, num_heads, dtype=torch.float32, device=device),
+        tile=tile,
+    )
+    _plan_kernel[(num_shares,)](
+        context_lens,
+        plan.shares,
+        plan.first_tiles,
+        plan.arrivals,
+        num_seqs,
+        plan.arrivals.numel(),
+        TILE=tile,
+        SHORTEST=SHORTEST_SHARE,
+        BLOCK=PLAN_BLOCK,
+        num_warps=4,
+    )
+    return plan
 
 
 def paged_decode_attention(
@@ -222,25 +281,17 @@ def paged_decode_attention(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
-    out: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    *,
-    max_context: int | None = None,
-    lse: torch.Tensor | None = None,
+    plan: DecodePlan,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of one query token a sequence over the first `context_lens[i]` cached tokens.
 
     q:                [num_seqs, num_heads, head_dim], head_dim contiguous; num_heads a multiple of num_kv_heads
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, block_size a multiple of 16
     block_tables:     [num_seqs, max_blocks] int32; entries past a context's last block are never read
-    context_lens:     [num_seqs] int32; a row of 0 (graph padding) gets zeros, and -inf in lse
-    out:              [num_seqs, num_heads, head_dim], or None to allocate it
-    workspace:        at least `decode_workspace_size(...)` contiguous fp32 elements, or None to allocate it; free
-                      for reuse as soon as the next kernel of the same stream
-    max_context:      a bound of context_lens known to the host (default: what block_tables can hold); a longer
-                      context would be cut off silently
-    lse:              [num_seqs, num_heads] fp32, contiguous: receives the natural log-sum-exp of the scaled scores
-    Raises ValueError when the shapes or dtypes disagree or the workspace is too small.
+    context_lens:     [num_seqs] int32; a row of 0 (graph padding) gets anything, NaN included
+    plan:             `plan_decode` of these context_lens and sizes
+    returns:          [num_seqs, num_heads, head_dim], contiguous
+    Raises ValueError when the shapes or dtypes disagree.
     """
     group = check_attention(q, k_cache, v_cache)
     num_seqs, num_heads, head_dim = q.shape
@@ -249,74 +300,50 @@ def paged_decode_attention(
         raise ValueError(
             f"{num_seqs} queries, block_tables {tuple(block_tables.shape)}, context_lens {tuple(context_lens.shape)}"
         )
-    if not context_lens.is_contiguous() or not (lse is None or lse.is_contiguous()):
-        raise ValueError("context_lens and lse must be contiguous")
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dims = _padded(head_dim)
+    sizes = ((num_seqs, num_kv_heads), (num_heads, head_dim), _tile(dims, q.element_size()))
+    if sizes != (tuple(plan.arrivals.shape), tuple(plan.partial.shape[1:]), plan.tile):
+        raise ValueError("the plan was made for another batch or other heads")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_seqs == 0:
         return out
-    capacity = block_tables.shape[1] * page
-    max_context = max(capacity if max_context is None else min(max_context, capacity), 1)
-    num_sms = num_multiprocessors(q.device)
-    length = split_length(num_seqs, num_kv_heads, max_context, num_sms)
-    num_splits = triton.cdiv(max_context, length)
-    num_partials = _num_partials(num_seqs, num_heads, num_splits)
-    needed = num_partials * (head_dim + 1)
-    if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
-    elif workspace.dtype != torch.float32 or workspace.numel() < needed or not workspace.is_contiguous():
-        raise ValueError(f"workspace holds {workspace.numel()} {workspace.dtype}, {needed} contiguous fp32 are needed")
-    workspace = workspace.view(-1)
-    # an empty tensor's pointer is null, which is fine: nothing is stored to it when there is one split
-    partial = workspace[: num_partials * head_dim]
-    partial_lse = workspace[num_partials * head_dim :]
-    dims = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(num_kv_heads, num_seqs, num_splits)](
+    _decode_kernel[(num_kv_heads, len(plan.shares))](
         q,
         k_cache,
         v_cache,
         block_tables,
         context_lens,
+        plan.shares,
+        plan.first_tiles,
+        plan.arrivals,
+        plan.partial,
+        plan.partial_lse,
         out,
-        partial_lse if lse is None else lse,
-        partial,
-        partial_lse,
         scale * LOG2_E.value,
         *q.stride()[:2],
-        *out.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         block_tables.stride(0),
-        length,
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         DIMS=dims,
         PAGE=page,
-        TILE=_tile(dims, q.element_size()),
-        WRITE_LSE=lse is not None,
+        TILE=plan.tile,
+        MERGE=MERGE_BLOCK,
+        MERGE_ROWS=triton.next_power_of_2(group),
         PRECISION=dot_precision(q.dtype),
         num_warps=4,
         num_stages=2,
+        **launch_options(q.device),
     )
-    if num_splits > 1:
-        # a small batch has many splits to join; in a large one most rows have none, and fewer programs find out sooner
-        heads, splits = (1, 16) if num_seqs * num_heads <= 8 * num_sms else (4, 4)
-        _combine_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
-            partial,
-            partial_lse,
-            context_lens,
-            out,
-            partial_lse if lse is None else lse,
-            *out.stride()[:2],
-            length,
-            num_splits,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HEADS=heads,
-            DIMS=dims,
-            SPLITS=splits,
-            WRITE_LSE=lse is not None,
-            num_warps=4,
-        )
     return out
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _tile(dims: int, element_size: int) -> int:
+    """Tokens of one K or V tile: 16 KiB, which with two stages lets three programs share a multiprocessor."""
+    return min(max(16384 // (dims * element_size), 16), 128)

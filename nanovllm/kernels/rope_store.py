@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.common import check_cache, scale_by_weight
+from nanovllm.kernels.common import check_cache, launch_options, scale_by_weight, wait_for_previous_kernel
 from nanovllm.kernels.kv_store import store_heads
 
 
@@ -75,6 +75,7 @@ def _qk_norm_rope_store_kernel(
     HALVES: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
@@ -82,6 +83,8 @@ def _qk_norm_rope_store_kernel(
     angle_ptr = cos_sin_ptr + tl.load(positions_ptr + row).to(tl.int64) * cos_sin_row
     cos = tl.load(angle_ptr + dim, mask=dim < HALF, other=0.0)
     sin = tl.load(angle_ptr + HALF + dim, mask=dim < HALF, other=0.0)
+    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
+    wait_for_previous_kernel(PDL)
 
     qkv_ptr += row * qkv_row
     first, second = _norm_and_rotate(qkv_ptr, q_weight_ptr, cos, sin, eps, NUM_HEADS, HEAD_DIM, Q_HEADS, HALVES, NORM_Q)
@@ -91,7 +94,6 @@ def _qk_norm_rope_store_kernel(
     tl.store(q_ptr + q_offsets, first.to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(q_ptr + q_offsets + HALF, second.to(q_ptr.dtype.element_ty), mask=mask)
 
-    slot = tl.load(slot_mapping_ptr + row).to(tl.int64)
     if slot < 0:  # a padding row: its q is computed (the graph reads it), but it owns no place in the cache
         return
     key_ptr = qkv_ptr + NUM_HEADS * HEAD_DIM
@@ -178,5 +180,6 @@ def qk_norm_rope_store(
         NORM_Q=q_weight is not None,
         NORM_K=k_weight is not None,
         num_warps=8 if q_heads * halves > 2048 else 4,
+        **launch_options(qkv.device),
     )
     return q

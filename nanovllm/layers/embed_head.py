@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.utils.context import get_forward_context
-
 
 class VocabEmbedding(nn.Module):
     """Token ids [T] -> vectors [T, hidden_size]."""
@@ -19,8 +17,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(VocabEmbedding):
-    """Hidden states [T, hidden_size] -> logits [N, vocab_size] of the rows that the step samples from."""
+    """Hidden states [N, hidden_size] -> logits [N, vocab_size]."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        indices = get_forward_context().logits_indices
-        return F.linear(hidden if indices is None else hidden[indices], self.weight)
+        return F.linear(hidden, self.weight)

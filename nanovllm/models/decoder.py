@@ -194,7 +194,7 @@ class DecoderForCausalLM(nn.Module):
         return self.model(token_ids, positions, rope_lens)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> [N, vocab_size] for the rows that the forward context wants logits of."""
+        """[N, hidden_size] -> [N, vocab_size]."""
         return self.lm_head(hidden)
 
     def attention_layers(self) -> list[Attention]:

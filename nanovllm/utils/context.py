@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class ForwardContext:
-    """Metadata of a forward over T tokens of S sequences. Read by `Attention`, its backends and `LMHead` only.
+    """Metadata of a forward over T tokens of S sequences. Read by `Attention` and its backends only.
 
     The first `num_decode_seqs` sequences have one query token each, so their tokens are the first of the batch.
 
@@ -22,7 +22,6 @@ class ForwardContext:
         num_decode_seqs: number of sequences with one query token.
         max_query_len: longest query of the others, 0 if there are none.
         max_context_len: at least the longest context.
-        logits_indices: [N] int64, rows of the T tokens whose logits are wanted; None means all of them.
         decode_plan, prefill_plan: what the attention backends prepared for this batch, once for all layers.
     """
 
@@ -33,7 +32,6 @@ class ForwardContext:
     num_decode_seqs: int
     max_query_len: int
     max_context_len: int
-    logits_indices: torch.Tensor | None
     decode_plan: Any = None
     prefill_plan: Any = None
 

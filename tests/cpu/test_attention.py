@@ -89,7 +89,6 @@ def make_batch(spec: AttentionSpec, lengths: list[tuple[int, int]], is_contiguou
         num_decode_seqs=num_decode,
         max_query_len=max(query_lens[num_decode:], default=0),
         max_context_len=max(context_lens),
-        logits_indices=None,
     )
     query = randn(sum(query_lens), spec.num_heads, spec.head_dim)
     new = torch.cat(new_key), torch.cat(new_value)

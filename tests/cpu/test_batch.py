@@ -91,8 +91,8 @@ def check_pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
     assert packed.num_decode_seqs == sum(is_single)
     assert packed.max_query_len == max((count for count in batch.num_query_tokens if count > 1), default=0)
     assert packed.max_context_len == max(seq.num_computed_tokens for seq in batch.sequences)
-    num_sampled, num_banned = len(batch.sampled_sequences), len(packed.banned_ids)
-    assert packed.is_pure_decode == (all(is_single) and num_sampled == len(is_single) and num_banned == 0)
+    num_sampled = len(batch.sampled_sequences)
+    assert packed.is_pure_decode == (all(is_single) and num_sampled == len(is_single))
     assert all(is_single[: packed.num_decode_seqs]), "decode rows are not the first"
     keys = [noise_key(seq.seed, seq.num_tokens - 1) for seq in batch.sampled_sequences]
     assert packed.keys.tolist() == keys

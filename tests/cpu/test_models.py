@@ -191,7 +191,6 @@ def _teacher_forced_logits(llm: LLM, ids: list[int], num_decoded: int) -> torch.
             num_decode_seqs=int(is_decode),
             max_query_len=0 if is_decode else end - start,
             max_context_len=end,
-            logits_indices=None,
         )
         context.decode_plan = runner.decode_backend.prepare_decode(context)
         context.prefill_plan = runner.prefill_backend.prepare_prefill(context)

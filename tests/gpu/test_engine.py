@@ -143,7 +143,8 @@ def test_graph_equals_eager(qwen3_wide: Any, attention_backend: str, monkeypatch
         batch = dummy_batch(size, 1, dummy_slot=8)
         batch.context_lens[:] = torch.arange(1, size + 1).numpy() * 7
         batch.token_ids[:] = torch.arange(size).numpy() + 3
-        tokens = runner.graphs.replay(batch).clone()
+        runner.graphs.replay_forward(batch)
+        tokens = runner.graphs.replay_sampling(batch).clone()
         replayed = graph_logits.clone()
         padded = pad_decode(batch, size, -(-runner.max_model_len // runner.block_size), 8)
         with torch.inference_mode():

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from nanovllm.kernels import paged_decode
-from nanovllm.kernels.paged_decode import decode_workspace_size, paged_decode_attention, split_length
-from tests.kernels.reference import PagedCache, assert_as_exact_as_torch, attention, attention_scores, make_paged_cache
+from nanovllm.kernels.paged_decode import paged_decode_attention, plan_decode
+from tests.kernels.reference import PagedCache, assert_as_exact_as_torch, attention, make_paged_cache
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -18,69 +18,87 @@ CASES = [  # (query heads, KV heads, head_dim, block size, dtype)
 ]
 
 
-def edge_contexts(block_size: int) -> list[int]:
-    """Around the ends of pages and of the 128-token splits that a batch this small gets; 0 is graph padding."""
-    split = paged_decode.SHORTEST_SPLIT
-    return [0, 1, block_size - 1, block_size, block_size + 1, split - 1, split, split + 1, 2 * split, 2 * split + 3]
+def attend(q: torch.Tensor, cache: PagedCache, scale: float) -> torch.Tensor:
+    """Plan and attention, with buffers full of NaN: what is read before it is written shows."""
+    plan = plan_decode(cache.context_lens, *q.shape[1:2], cache.k_cache.shape[2], q.shape[2], q.dtype)
+    plan.partial.fill_(float("nan"))
+    plan.partial_lse.fill_(float("nan"))
+    tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
+    out = paged_decode_attention(q, *tables, scale, plan)
+    assert (plan.arrivals == 0).all(), "the next layer would count on from here"
+    return out
 
 
-def check(out: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, cache: PagedCache, scale: float) -> None:
+def check(out: torch.Tensor, q: torch.Tensor, cache: PagedCache, scale: float) -> None:
     for seq, (k, v) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        if len(k) == 0:
-            assert (out[seq] == 0).all()
-            assert lse is None or (lse[seq] == float("-inf")).all()
-            continue
-        query = q[seq : seq + 1]
-        assert_as_exact_as_torch(out[seq : seq + 1], lambda q, k, v: attention(q, k, v, scale), query, k, v)
-        if lse is not None:
-            wide = attention_scores(query.double(), k.double(), scale).logsumexp(-1)[:, 0]
-            assert (lse[seq] - wide).abs().max() < 1e-4 * max(1, wide.abs().max().item())  # fp32 accumulation
+        if len(k):
+            query = q[seq : seq + 1]
+            assert_as_exact_as_torch(out[seq : seq + 1], lambda q, k, v: attention(q, k, v, scale), query, k, v)
 
 
+def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Three times as many programs: with few of them, a share holds several sequences."""
+    monkeypatch.setattr(paged_decode, "num_multiprocessors", lambda device: number)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype"), CASES)
-def test_edges(num_heads, num_kv_heads, head_dim, block_size, dtype, device, generator):
-    contexts = edge_contexts(block_size)
+def test_edges(
+    multiprocessors, num_heads, num_kv_heads, head_dim, block_size, dtype, device, generator, monkeypatch
+) -> None:
+    """Lengths around the ends of pages and tiles, padding before, between and after them."""
+    use_multiprocessors(monkeypatch, multiprocessors)
+    contexts = [0, 1, block_size - 1, block_size, block_size + 1, 0, 127, 128, 129, 259, 0]
     cache = make_paged_cache(contexts, num_kv_heads, head_dim, block_size, dtype, device, generator)
     # q: a slice of packed qkv rows
     q = torch.randn(len(contexts), 2 * num_heads, head_dim, generator=generator).to(device, dtype)[:, num_heads:]
-    out = torch.full_like(q, float("nan")).contiguous()
-    lse = torch.full((len(contexts), num_heads), float("nan"), device=device)
-    max_context = max(contexts)
-    size = decode_workspace_size(len(contexts), num_heads, num_kv_heads, head_dim, max_context)
-    assert size > 0, "the longest context is to be split"
-    workspace = torch.full((size,), float("nan"), device=device)
-    tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
-    result = paged_decode_attention(q, *tables, head_dim**-0.5, out, workspace, max_context=max_context, lse=lse)
-    assert result is out
-    check(out, lse, q, cache, head_dim**-0.5)
+    check(attend(q, cache, head_dim**-0.5), q, cache, head_dim**-0.5)
 
 
-def test_long_tables_and_own_buffers(device, generator):
-    """Defaults: everything allocated, and a bound on the context that is the table's capacity, far above the truth."""
-    contexts = [3, 0, 131]
-    cache = make_paged_cache(contexts, 2, 64, 16, torch.float32, device, generator, spare_table_entries=200)
-    q = torch.randn(3, 4, 64, generator=generator).to(device)
-    tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
-    check(paged_decode_attention(q, *tables, 0.3), None, q, cache, 0.3)
+@pytest.mark.parametrize("multiprocessors", [2, 5, 40])
+def test_random_lengths(multiprocessors, device, generator, monkeypatch) -> None:
+    """Shares of several sequences, sequences of several shares, and more partial results than are joined at once."""
+    use_multiprocessors(monkeypatch, multiprocessors)
+    contexts = [3000, *torch.randint(0, 700, (7,), generator=generator).tolist()]
+    cache = make_paged_cache(contexts, 2, 64, 16, torch.float32, device, generator, spare_table_entries=50)
+    q = torch.randn(len(contexts), 6, 64, generator=generator).to(device)
+    check(attend(q, cache, 0.125), q, cache, 0.125)
 
 
-def test_a_batch_that_fills_the_gpu(device, generator, monkeypatch):
-    """Many rows, most of them of one split: the combine kernel takes four heads and four splits at a time."""
-    monkeypatch.setattr(paged_decode, "num_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(paged_decode, "LONGEST_SPLIT", 128)
-    contexts = [1100, 5, 0, 129, 1000]
-    cache = make_paged_cache(contexts, 2, 64, 16, torch.float32, device, generator)
-    q = torch.randn(5, 6, 64, generator=generator).to(device)
-    lse = torch.full((5, 6), float("nan"), device=device)
-    tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
-    check(paged_decode_attention(q, *tables, 0.125, lse=lse), lse, q, cache, 0.125)
+def test_one_plan_serves_every_layer(device, generator, monkeypatch):
+    use_multiprocessors(monkeypatch, 4)
+    layers = [make_paged_cache([400, 30], 2, 64, 16, torch.float32, device, generator) for _ in range(2)]
+    q = torch.randn(2, 4, 64, generator=generator).to(device)
+    plan = plan_decode(layers[0].context_lens, 4, 2, 64, torch.float32)
+    for cache in layers:
+        tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
+        check(paged_decode_attention(q, *tables, 0.3, plan), q, cache, 0.3)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 5, 1500])
+def test_shares_cover_the_line_of_tiles(num_seqs, device, generator, monkeypatch):
+    use_multiprocessors(monkeypatch, 16)
+    contexts = torch.randint(0, 900, (num_seqs,), generator=generator).int()
+    plan = plan_decode(contexts.to(device), 4, 2, 64, torch.float32)
+    tiles = -(-contexts // plan.tile)
+    ends = tiles.cumsum(0)
+    assert plan.first_tiles.tolist() == [0, *ends.tolist()]
+    assert len(plan.shares) == 24
+    assert not plan.arrivals.any()
+    position = 0
+    for first_seq, start, end, length in plan.shares.tolist():
+        assert start == position
+        assert length == max(-(-int(ends[-1]) // 24), 2)
+        assert end - start in (0, length) or end == ends[-1]
+        assert first_seq == (ends <= start).sum()
+        position = end
+    assert position == ends[-1]
 
 
 def test_large_scores_do_not_overflow(device, generator):
     cache = make_paged_cache([150], 1, 64, 16, torch.float32, device, generator)
     q = torch.randn(1, 1, 64, generator=generator).to(device) * 100
-    tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
-    check(paged_decode_attention(q, *tables, 1.0), None, q, cache, 1.0)
+    check(attend(q, cache, 1.0), q, cache, 1.0)
 
 
 @pytest.mark.parametrize("block_size", [16, 256])  # a gather of pages, and one page a tile
@@ -92,43 +110,25 @@ def test_offsets_past_the_range_of_int32(block_size, device):
     k_cache[3], v_cache[3] = 0, 7
     index = torch.tensor([[3]], dtype=torch.int32, device=device)
     q = torch.ones(1, 1, 64, dtype=torch.float16, device=device)
-    assert (paged_decode_attention(q, k_cache, v_cache, index, index[0], 1.0) == 7).all()
-
-
-def test_split_policy():
-    for num_seqs in (1, 3, 16, 64, 132, 133, 256, 1024):
-        for num_kv_heads in (1, 2, 8, 32):
-            for max_context in (1, 100, 4096, 40960, 131072):
-                length = split_length(num_seqs, num_kv_heads, max_context)
-                num_splits = -(-max_context // length)
-                assert length % 128 == 0
-                assert num_seqs * num_kv_heads * num_splits <= max(16384, num_seqs * num_kv_heads)
-    assert split_length(1, 8, 4096) == 256  # 128 programs: one a multiprocessor
-    assert split_length(1, 1, 4096) == 128
-    assert split_length(256, 8, 4096) == 1024
-    assert split_length(512, 8, 1024) == 1024  # one split: no combine kernel at all
-
-
-def test_workspace_serves_every_smaller_batch():
-    size = decode_workspace_size(300, 16, 8, 128, 4096)
-    for num_seqs in range(1, 301):
-        num_splits = -(-4096 // split_length(num_seqs, 8, 4096))
-        assert num_seqs * 16 * num_splits * 129 <= size
-    assert decode_workspace_size(300, 16, 8, 128, 128) == 0
+    plan = plan_decode(index[0], 1, 1, 64, torch.float16)
+    assert (paged_decode_attention(q, k_cache, v_cache, index, index[0], 1.0, plan) == 7).all()
 
 
 def test_wrong_arguments_are_refused(device, generator):
     cache = make_paged_cache([300], 2, 64, 16, torch.float32, device, generator)
     q = torch.zeros(1, 4, 64, device=device)
     tables = (cache.block_tables, cache.context_lens)
+    plan = plan_decode(cache.context_lens, 4, 2, 64, torch.float32)
     with pytest.raises(ValueError, match="3 query heads"):
-        paged_decode_attention(q[:, :3], cache.k_cache, cache.v_cache, *tables, 1.0)
+        paged_decode_attention(q[:, :3], cache.k_cache, cache.v_cache, *tables, 1.0, plan)
     with pytest.raises(ValueError, match=r"float16, the caches are torch\.float32"):
-        paged_decode_attention(q.half(), cache.k_cache, cache.v_cache, *tables, 1.0)
+        paged_decode_attention(q.half(), cache.k_cache, cache.v_cache, *tables, 1.0, plan)
     with pytest.raises(ValueError, match="2 queries"):
-        paged_decode_attention(q.expand(2, -1, -1), cache.k_cache, cache.v_cache, *tables, 1.0)
-    with pytest.raises(ValueError, match="workspace holds 10"):
-        paged_decode_attention(q, cache.k_cache, cache.v_cache, *tables, 1.0, workspace=q.flatten()[:10])
+        paged_decode_attention(q.expand(2, -1, -1), cache.k_cache, cache.v_cache, *tables, 1.0, plan)
+    with pytest.raises(ValueError, match="another batch"):
+        paged_decode_attention(q[:, :2], cache.k_cache, cache.v_cache, *tables, 1.0, plan)
+    with pytest.raises(ValueError, match="int32"):
+        plan_decode(cache.context_lens.long(), 4, 2, 64, torch.float32)
 
 
 @needs_cuda
@@ -139,8 +139,8 @@ def test_large_batches(num_heads, num_kv_heads, head_dim, block_size, device, ge
         contexts = torch.randint(1, 2600, (num_seqs,), generator=generator).tolist()
         cache = make_paged_cache(contexts, num_kv_heads, head_dim, block_size, torch.bfloat16, device, generator)
         q = torch.randn(num_seqs, num_heads, head_dim, generator=generator).to(device, torch.bfloat16)
-        tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
-        check(paged_decode_attention(q, *tables, head_dim**-0.5), None, q, cache, head_dim**-0.5)
+        for _ in range(20):  # a race between the programs that join their results would not show every time
+            check(attend(q, cache, head_dim**-0.5), q, cache, head_dim**-0.5)
 
 
 @needs_cuda
@@ -148,11 +148,15 @@ def test_one_captured_graph_serves_all_context_lengths(device, generator):
     cache = make_paged_cache([2000] * 8, 8, 128, 256, torch.bfloat16, device, generator)
     q = torch.randn(8, 16, 128, generator=generator).to(device, torch.bfloat16)
     tables = (cache.k_cache, cache.v_cache, cache.block_tables, cache.context_lens)
-    paged_decode_attention(q, *tables, 0.1)  # compiles outside of the capture
+
+    def run() -> torch.Tensor:
+        return paged_decode_attention(q, *tables, 0.1, plan_decode(cache.context_lens, 16, 8, 128, q.dtype))
+
+    run()  # compiles outside of the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_decode_attention(q, *tables, 0.1)
+        out = run()
     keys, values = cache.keys, cache.values
     for contexts in ([2000] * 8, [0, 1, 255, 256, 257, 1024, 1025, 1999], [0] * 8):
         cache.context_lens.copy_(torch.tensor(contexts))
@@ -160,4 +164,4 @@ def test_one_captured_graph_serves_all_context_lengths(device, generator):
         cache.values = [v[:n] for v, n in zip(values, contexts, strict=True)]
         out.fill_(float("nan"))
         graph.replay()
-        check(out, None, q, cache, 0.1)
+        check(out, q, cache, 0.1)
