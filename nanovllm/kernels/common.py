@@ -52,9 +52,9 @@ except ImportError:  # an older triton, without programmatic dependent launch
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Programmatic dependent launch: until here, this kernel runs beside the tail of the one before it; nothing that
-    an earlier kernel of the step writes may be read above. Every program must get here, or the order of the kernels
-    after this one would be lost. Then lets the next kernel begin likewise.
+    """Programmatic dependent launch: until here, this kernel runs beside the tail of the one launched before it, so
+    nothing that that one writes may be read above. Every program must get here, or the order of the kernels after this
+    one would be lost. Then lets the next kernel begin likewise.
     """
     if PDL:
         gdc_wait()
@@ -62,11 +62,16 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 
 @cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether programmatic dependent launch works there: from Hopper on, with a triton that knows it."""
+    if device.type != "cuda" or gdc_wait is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments that launch a kernel with `wait_for_previous_kernel` on `device`."""
-    if device.type != "cuda" or gdc_wait is None or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+    return {"PDL": True, "launch_pdl": True} if has_dependent_launch(device) else {"PDL": False}
 
 
 @cache

@@ -28,17 +28,19 @@ from nanovllm.kernels.common import (
     wait_for_previous_kernel,
 )
 
-PROGRAMS_PER_MULTIPROCESSOR = 3  # as many as shared memory has room for: two stages of a K and a V tile each
+PROGRAMS_PER_MULTIPROCESSOR = 4  # what 128 threads of 128 registers leave room for
+MAX_REGISTERS = 128
 SHORTEST_SHARE = 2  # tiles; shorter ones don't amortise loading q and storing the partial result
 PLAN_BLOCK = 1024  # sequences that the planning kernel looks at at a time
-MERGE_BLOCK = 8  # partial results joined at a time
+MERGE_ROWS = 16  # rows of partial results that are joined at a time, of all query heads together
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """How a batch's contexts are cut into shares. Made once a step, used in every layer, one after the other.
 
-    shares:       [num_shares, 4] int32: first sequence, first and end tile on the line, tiles of a full share
+    shares:       [num_shares, 8] int32: first and end tile on the line, tiles of a full share; then of the first
+                  sequence in it the index, its first and end tile, and its context length; 0
     first_tiles:  [num_seqs + 1] int32: where each sequence's tiles begin on the line
     arrivals:     [num_seqs, num_kv_heads] int32: partial results left so far; 0 between launches
     partial:      [2 * num_shares, num_heads, head_dim] fp32: of each share the sequence that it continues, and the one
@@ -76,21 +78,30 @@ def _plan_kernel(
     length = tl.maximum(tl.cdiv(total, tl.num_programs(0)), SHORTEST)
     start = tl.minimum(share * length, total)
     first_seq = 0  # sequences that end at or before `start`
+    first_tile = 0  # where the last of them ends
+    end_tile = total  # where the first of the others ends
     reached = 0
     for first in range(0, num_seqs, BLOCK):
         seq = first + lane
         tiles = tl.cdiv(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE)
         ends = reached + tl.cumsum(tiles, axis=0)
         first_seq += tl.sum(((ends <= start) & (seq < num_seqs)).to(tl.int32))
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(ends <= start, ends, 0)))
+        end_tile = tl.minimum(end_tile, tl.min(tl.where(ends > start, ends, total)))
         if share == 0:
             tl.store(first_tiles_ptr + seq, ends - tiles, mask=seq < num_seqs)
         reached += tl.sum(tiles)
     if share == 0:
         tl.store(first_tiles_ptr + num_seqs, total)
-    tl.store(shares_ptr + 4 * share, first_seq)
-    tl.store(shares_ptr + 4 * share + 1, start)
-    tl.store(shares_ptr + 4 * share + 2, tl.minimum(start + length, total))
-    tl.store(shares_ptr + 4 * share + 3, length)
+    context = tl.load(context_lens_ptr + first_seq, mask=first_seq < num_seqs, other=0)
+    shares_ptr += 8 * share
+    tl.store(shares_ptr, start)
+    tl.store(shares_ptr + 1, tl.minimum(start + length, total))
+    tl.store(shares_ptr + 2, length)
+    tl.store(shares_ptr + 3, first_seq)
+    tl.store(shares_ptr + 4, first_tile)
+    tl.store(shares_ptr + 5, end_tile)
+    tl.store(shares_ptr + 6, context)
     for first in range(share * BLOCK, num_arrivals, tl.num_programs(0) * BLOCK):
         tl.store(arrivals_ptr + first + lane, 0, mask=first + lane < num_arrivals)
 
@@ -125,17 +136,13 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     MERGE: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
+    MERGE_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
-    seq = tl.load(shares_ptr + 4 * share).to(tl.int64)
-    tile = tl.load(shares_ptr + 4 * share + 1)
-    share_end = tl.load(shares_ptr + 4 * share + 2)
-    share_length = tl.load(shares_ptr + 4 * share + 3)
     group = tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
     head = kv_head * GROUP + group
@@ -145,11 +152,21 @@ def _decode_kernel(
     v_cache_ptr += kv_head.to(tl.int64) * v_head
     wait_for_previous_kernel(PDL)
 
+    shares_ptr += 8 * share
+    tile = tl.load(shares_ptr)
+    share_end = tl.load(shares_ptr + 1)
+    share_length = tl.load(shares_ptr + 2)
+    seq = tl.load(shares_ptr + 3).to(tl.int64)
+    first_tile = tl.load(shares_ptr + 4)
+    end_tile = tl.load(shares_ptr + 5)
+    context = tl.load(shares_ptr + 6)
     while tile < share_end:
-        first_tile = tl.load(first_tiles_ptr + seq)
-        end_tile = tl.load(first_tiles_ptr + seq + 1)
         stop = tl.minimum(end_tile, share_end)
-        end = tl.minimum(tl.load(context_lens_ptr + seq), (stop - first_tile) * TILE)
+        end = tl.minimum(context, (stop - first_tile) * TILE)
+        # asked for now, it is there when this sequence is done
+        has_next = stop < share_end
+        next_end_tile = tl.load(first_tiles_ptr + seq + 2, mask=has_next, other=0)
+        next_context = tl.load(context_lens_ptr + seq + 1, mask=has_next, other=0)
         q = tl.load(q_ptr + seq * q_row + head[:, None] * q_head + dim[None, :], mask=row_mask, other=0.0)
         row_table_ptr = table_ptr + seq * table_row
         acc = tl.zeros([ROWS, DIMS], tl.float32)
@@ -186,10 +203,11 @@ def _decode_kernel(
                 tl.store(arrival_ptr, 0)
                 _merge(
                     partial_ptr, partial_lse_ptr, out_ptr + seq * num_heads * HEAD_DIM, first_share, num_partials,
-                    kv_head, num_heads, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_ROWS,
+                    kv_head, num_heads, GROUP, HEAD_DIM, DIMS, MERGE, MERGE_HEADS,
                 )  # fmt: skip
         tile = stop
         seq += 1
+        first_tile, end_tile, context = end_tile, next_end_tile, next_context
 
 
 @triton.jit
@@ -205,19 +223,19 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     MERGE: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Join the partial results of one sequence and KV head, and store them as its output."""
-    group = tl.arange(0, ROWS)
+    group = tl.arange(0, HEADS)
     dim = tl.arange(0, DIMS)
     head = kv_head * GROUP + group
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    peak = tl.full([ROWS], -1e30, tl.float32)  # finite, so that rows past GROUP don't get inf - inf
-    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([HEADS, DIMS], tl.float32)
+    peak = tl.full([HEADS], -1e30, tl.float32)  # finite, so that rows past GROUP don't get inf - inf
+    total = tl.zeros([HEADS], tl.float32)
     for first in range(0, num_partials, MERGE):
         index = first + tl.arange(0, MERGE)
         partial = (2 * (first_share + index) + (index == 0).to(tl.int32))[:, None] * num_heads + head[None, :]
-        is_live = (index < num_partials)[:, None] & (group < GROUP)[None, :]  # [MERGE, ROWS]
+        is_live = (index < num_partials)[:, None] & (group < GROUP)[None, :]  # [MERGE, HEADS]
         # read past the L1 cache: other multiprocessors wrote this
         lse = tl.load(partial_lse_ptr + partial, mask=is_live, other=float("-inf"), cache_modifier=".cg")
         values = tl.load(
@@ -252,7 +270,7 @@ def plan_decode(
     num_shares = max(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_kv_heads, 1)
     tile = _tile(_padded(head_dim), dtype.itemsize)
     plan = DecodePlan(
-        shares=torch.empty(num_shares, 4, dtype=torch.int32, device=device),
+        shares=torch.empty(num_shares, 8, dtype=torch.int32, device=device),
         first_tiles=torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
         arrivals=torch.empty(num_seqs, num_kv_heads, dtype=torch.int32, device=device),
         partial=torch.empty(2 * num_shares, num_heads, head_dim, dtype=torch.float32, device=device),
@@ -300,7 +318,7 @@ def paged_decode_attention(
         raise ValueError(
             f"{num_seqs} queries, block_tables {tuple(block_tables.shape)}, context_lens {tuple(context_lens.shape)}"
         )
-    dims = _padded(head_dim)
+    dims, heads = _padded(head_dim), triton.next_power_of_2(group)
     sizes = ((num_seqs, num_kv_heads), (num_heads, head_dim), _tile(dims, q.element_size()))
     if sizes != (tuple(plan.arrivals.shape), tuple(plan.partial.shape[1:]), plan.tile):
         raise ValueError("the plan was made for another batch or other heads")
@@ -325,16 +343,17 @@ def paged_decode_attention(
         *v_cache.stride()[:3],
         block_tables.stride(0),
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, heads),
         HEAD_DIM=head_dim,
         DIMS=dims,
         PAGE=page,
         TILE=plan.tile,
-        MERGE=MERGE_BLOCK,
-        MERGE_ROWS=triton.next_power_of_2(group),
+        MERGE=max(MERGE_ROWS // heads, 1),
+        MERGE_HEADS=heads,
         PRECISION=dot_precision(q.dtype),
         num_warps=4,
         num_stages=2,
+        maxnreg=MAX_REGISTERS,
         **launch_options(q.device),
     )
     return out
@@ -345,5 +364,5 @@ def _padded(head_dim: int) -> int:
 
 
 def _tile(dims: int, element_size: int) -> int:
-    """Tokens of one K or V tile: 16 KiB, which with two stages lets three programs share a multiprocessor."""
+    """Tokens of one K or V tile: 16 KiB, small enough that registers limit the programs of a multiprocessor."""
     return min(max(16384 // (dims * element_size), 16), 128)

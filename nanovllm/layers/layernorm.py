@@ -23,7 +23,8 @@ class RMSNorm(nn.Module):
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
     def add_and_normalize(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x [T, size] to the residual in place, and returns the sum normalised."""
+        """Adds x [T, size], or partial sums of it [num_pieces, T, size] on a GPU, to the residual [T, size] in place,
+        and returns the sum normalised."""
         if kernels.serve(x):
             from nanovllm.kernels.norm import add_rms_norm
 

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear, MergedLinear
+from nanovllm.layers.linear import GatedLinear, Linear, MergedLinear
 from nanovllm.layers.rotary_embedding import RopeSpec, RotaryEmbedding, Rotation
 
 # Field of the spec -> key of a transformers config.
@@ -114,18 +113,17 @@ class DecoderAttention(nn.Module):
         self.attention = Attention(spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return self.o_proj(self.attention(self.qkv_proj(hidden), self.norms, rotation))
+        return self.o_proj.in_pieces(self.attention(self.qkv_proj(hidden), self.norms, rotation))
 
 
 class DecoderMLP(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = MergedLinear(spec.hidden_size, parts, spec.mlp_bias)
+        self.gate_up_proj = GatedLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        return self.down_proj.in_pieces(self.gate_up_proj(hidden))
 
 
 class DecoderLayer(nn.Module):

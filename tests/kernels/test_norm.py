@@ -58,3 +58,15 @@ def test_wrong_shapes_are_refused(device):
         rms_norm(x.t(), x[:, 0], 1e-6)
     with pytest.raises(ValueError, match="residual"):
         add_rms_norm(x, torch.zeros(1, 8, device=device), x[0], 1e-6)
+
+
+@pytest.mark.parametrize("num_pieces", [2, 3, 4])
+def test_partial_sums_are_added_up(num_pieces, device, generator):
+    """As a split matrix product leaves them: fp32, one [rows, hidden] after the other."""
+    residual, weight = make((5, 80), torch.bfloat16, device, generator)
+    pieces = torch.randn(num_pieces, 5, 80, generator=generator).to(device)
+    total = (residual.float() + pieces.sum(0)).bfloat16()
+    out = add_rms_norm(pieces, residual, weight, 1e-6)
+    assert out.shape == residual.shape and out.dtype == torch.bfloat16
+    assert (residual.float() - total.float()).abs().max() <= 2**-7 * total.abs().max(), "one rounding, in any order"
+    assert_as_exact_as_torch(out, reference, residual, weight, floor=1e-5)

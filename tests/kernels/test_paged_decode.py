@@ -83,14 +83,17 @@ def test_shares_cover_the_line_of_tiles(num_seqs, device, generator, monkeypatch
     tiles = -(-contexts // plan.tile)
     ends = tiles.cumsum(0)
     assert plan.first_tiles.tolist() == [0, *ends.tolist()]
-    assert len(plan.shares) == 24
+    assert len(plan.shares) == 32
     assert not plan.arrivals.any()
     position = 0
-    for first_seq, start, end, length in plan.shares.tolist():
+    for start, end, length, first_seq, first_tile, end_tile, context, _ in plan.shares.tolist():
         assert start == position
-        assert length == max(-(-int(ends[-1]) // 24), 2)
+        assert length == max(-(-int(ends[-1]) // 32), 2)
         assert end - start in (0, length) or end == ends[-1]
         assert first_seq == (ends <= start).sum()
+        if start < end:
+            assert (first_tile, end_tile) == tuple(plan.first_tiles[first_seq : first_seq + 2].tolist())
+            assert context == contexts[first_seq]
         position = end
     assert position == ends[-1]
 

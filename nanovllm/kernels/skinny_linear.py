@@ -1,0 +1,156 @@
+"""Matrix products of a few rows: a decode step's, whose time is that of reading the weights.
+
+A library's product waits for the kernel before it, then starts to read. These ask for their share of the weight, which
+no kernel writes, to be brought into the L2 cache before they wait (programmatic dependent launch), so reading overlaps
+with the end of whatever runs before. Where few programs would leave the GPU half empty, the inner dimension is cut:
+each piece gives its partial sums, which the norm that follows adds up as it reads them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.common import has_dependent_launch, launch_options, num_multiprocessors, wait_for_previous_kernel
+
+MAX_ROWS = 128  # with more, arithmetic counts, and a library's kernels do that better
+MAX_WEIGHT_BYTES = 16 << 20  # larger weights keep the memory busy anyhow, and don't fit the L2 cache
+MAX_PIECES = 4
+INNER = 128  # of the inner dimension at a time
+
+
+@triton.jit
+def _prefetch(ptrs):
+    """Brings the 128-byte lines at `ptrs` into the L2 cache, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _skinny_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,  # [num_rows, out_features], or with pieces [num_pieces, num_rows, out_features] fp32
+    num_rows,
+    out_features,
+    piece,  # inner features of a program, a multiple of INNER
+    x_row,
+    weight_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    LINES: tl.constexpr,
+    SWAP: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first_row = tl.program_id(1) * ROWS
+    start = tl.program_id(2) * piece
+    row = first_row + tl.arange(0, ROWS)
+    inner = tl.arange(0, INNER)
+    row_ok, column_ok = row < num_rows, column < out_features
+    weight_ptrs = weight_ptr + column.to(tl.int64) * weight_row
+    up_ptrs = weight_ptrs + out_features.to(tl.int64) * weight_row  # used with SILU alone
+    if PDL:
+        line = start + tl.arange(0, LINES) * (128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
+        _prefetch(weight_ptrs[:, None] + line[None, :])
+        if SILU:
+            _prefetch(up_ptrs[:, None] + line[None, :])
+    wait_for_previous_kernel(PDL)
+    # SWAP: the tensor cores' long side takes the weight's rows, because there are few of x's
+    gate = tl.zeros([COLUMNS, ROWS] if SWAP else [ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS] if SWAP else [ROWS, COLUMNS], tl.float32)
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_row
+    for first in range(start, start + piece, INNER):
+        x = tl.load(x_ptrs + (first + inner)[None, :], mask=row_ok[:, None], other=0.0)
+        weight = tl.load(weight_ptrs[:, None] + (first + inner)[None, :], mask=column_ok[:, None], other=0.0)
+        gate = tl.dot(weight, tl.trans(x), gate) if SWAP else tl.dot(x, tl.trans(weight), gate)
+        if SILU:
+            weight = tl.load(up_ptrs[:, None] + (first + inner)[None, :], mask=column_ok[:, None], other=0.0)
+            up = tl.dot(weight, tl.trans(x), up) if SWAP else tl.dot(x, tl.trans(weight), up)
+    result = tl.trans(gate) if SWAP else gate
+    if BIAS:
+        result += tl.load(bias_ptr + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        result = result / (1.0 + tl.exp(-result)) * (tl.trans(up) if SWAP else up)
+    if PARTIAL:
+        out_ptr += tl.program_id(2).to(tl.int64) * num_rows * out_features
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_features + column[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
+
+
+def suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `skinny_linear` serves x [num_rows, in_features] and a weight better than a library's product."""
+    return (
+        len(x) <= MAX_ROWS
+        and weight.nbytes <= MAX_WEIGHT_BYTES
+        and weight.shape[1] % INNER == 0
+        and weight.element_size() == 2
+        and has_dependent_launch(x.device)
+    )
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    silu_and_mul: bool = False,
+    in_pieces: bool = False,
+) -> torch.Tensor:
+    """x weight^T + bias, in fp32, rounded once.
+
+    x:            [num_rows, in_features], 16-bit, last dimension contiguous; in_features a multiple of 128
+    weight:       [out_features, in_features], rows contiguous
+    bias:         [out_features] or None
+    silu_and_mul: the weight is two of [out_features, in_features], gate first; gives silu(x gate^T) * (x up^T)
+    in_pieces:    the result may come as partial sums: [num_pieces, num_rows, out_features] fp32, to be added up
+    returns:      [num_rows, out_features] of x's dtype, or pieces
+    Raises ValueError when the shapes disagree, and for a bias with silu_and_mul or in_pieces.
+    """
+    num_rows, in_features = x.shape
+    if weight.shape[1] != in_features or in_features % INNER or x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree, in multiples of {INNER}")
+    if bias is not None and (silu_and_mul or in_pieces):
+        raise ValueError("a bias goes with neither silu_and_mul nor in_pieces")
+    out_features = weight.shape[0] // (2 if silu_and_mul else 1)
+    rows, columns, swap = (16, 64, True) if num_rows <= 16 else (64, 32 if num_rows <= 64 else 64, False)
+    grid = (triton.cdiv(out_features, columns), triton.cdiv(num_rows, rows))
+    num_pieces = 1
+    if in_pieces:
+        while num_pieces < MAX_PIECES and in_features % (2 * num_pieces * INNER) == 0:
+            if 2 * num_pieces * grid[0] * grid[1] > num_multiprocessors(x.device):
+                break
+            num_pieces *= 2
+    piece = in_features // num_pieces
+    shape = (num_pieces, num_rows, out_features) if num_pieces > 1 else (num_rows, out_features)
+    out = torch.empty(shape, dtype=torch.float32 if num_pieces > 1 else x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    _skinny_linear_kernel[(*grid, num_pieces)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        num_rows,
+        out_features,
+        piece,
+        x.stride(0),
+        weight.stride(0),
+        ROWS=rows,
+        COLUMNS=columns,
+        INNER=INNER,
+        LINES=1 << ((piece * weight.element_size() // 128).bit_length() - 1),  # a power of two, so perhaps not all
+        SWAP=swap,
+        SILU=silu_and_mul,
+        BIAS=bias is not None,
+        PARTIAL=num_pieces > 1,
+        num_warps=4,
+        num_stages=4,
+        **launch_options(x.device),
+    )
+    return out
