@@ -170,12 +170,12 @@ class LLMEngine:
         try:
             batch = self.scheduler.schedule()
             launched = None
-            if batch is not None:
+            if batch.sequences:
                 launched = batch, self.runner.run(pack(batch, self.block_manager.block_size))
             previous, self._in_flight = self._in_flight, launched
-            if batch is None and previous is None and self._unfinished:
+            if launched is None and previous is None and self._unfinished:
                 raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
-            return self._read(previous, batch or ScheduledBatch())
+            return self._read(previous, batch)
         except BaseException:
             # What was scheduled may never have been computed, and queues may be half changed: nothing is built on it.
             self._abort_all()
