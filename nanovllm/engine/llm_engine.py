@@ -2,6 +2,8 @@
 
 import logging
 import random
+import time
+from array import array
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -10,6 +12,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import decode_output
+from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.outputs import RequestOutput, StepOutput
@@ -22,6 +25,9 @@ from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.context import clear_forward_context
 
 logger = logging.getLogger(__name__)
+
+# Longest time that `generate` turns results into text between two steps: about what the device needs for a step.
+_SECONDS_OF_OUTPUT_A_STEP = 0.005
 
 
 class LLMEngine:
@@ -50,8 +56,8 @@ class LLMEngine:
         self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
         if self.max_model_len < self.config.max_model_len:
             logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
-        self._num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
-        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, self._num_sampled_ids)
+        num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
+        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
 
         num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
         self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
@@ -65,6 +71,8 @@ class LLMEngine:
             vocab_size=spec.vocab_size,
             max_model_len=self.max_model_len,
             num_kv_tokens=num_blocks * block_size,
+            num_sampled_ids=num_sampled_ids,
+            eos_token_ids=self.eos_token_ids,
         )
         self._salt_above = spec.max_position_embeddings if spec.rope.depends_on_length else None
         self._random = random.Random(self.config.seed)
@@ -78,7 +86,9 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its seq_id. Raises like `generate`."""
         self._check_open()
-        (seq,) = self._make_sequences([prompt], sampling_params)
+        (token_ids,) = self.inputs.process_prompts([prompt])
+        (params,) = self.inputs.process_params(sampling_params, 1)
+        seq = self._make_sequence(token_ids, params)
         self._enqueue(seq)
         return seq.seq_id
 
@@ -125,26 +135,14 @@ class LLMEngine:
             One result a prompt, in their order.
 
         Raises:
-            TypeError, ValueError: something about a prompt or its params is wrong. The message names its index;
-                nothing has been queued.
+            TypeError, ValueError: something about a prompt or its params is wrong. The message names its index. What
+                shows only when a text is tokenised, such as its number of tokens, may be found after the first
+                steps of a large job; nothing of it is left in the engine then.
         """
         self._check_open()
-        sequences = self._make_sequences(prompts, sampling_params)
-        outputs: dict[int, RequestOutput] = {}
-        own_ids = {seq.seq_id for seq in sequences}
-        try:
-            for seq in sequences:
-                self._enqueue(seq)
-            with ProgressBar(len(sequences), enabled=use_tqdm) as progress:
-                while len(outputs) < len(sequences):
-                    step = self._step()
-                    own_ended = own_ids & self._ended.keys()
-                    for seq_id in own_ended:
-                        outputs[seq_id] = self._make_output(self._ended.pop(seq_id))
-                    progress.update(step, len(own_ended))
-        finally:
-            self._forget(sequences)
-        return [outputs[seq.seq_id] for seq in sequences]
+        checked = self.inputs.check_prompts(prompts)
+        params = self.inputs.process_params(sampling_params, len(checked))
+        return self._complete(PromptFeed(checked, params, self.inputs.encode), use_tqdm)
 
     def close(self) -> None:
         """Gives up everything the engine holds. Calling it again does nothing; asking for work raises."""
@@ -165,6 +163,35 @@ class LLMEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _complete(self, feed: PromptFeed, use_tqdm: bool) -> list[RequestOutput]:
+        """The results of a feed's prompts, in their order."""
+        requests: dict[int, Sequence] = {}
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            with ProgressBar(feed.num_prompts, enabled=use_tqdm) as progress:
+                while len(outputs) < feed.num_prompts:
+                    feed.encode_chunk()
+                    # No more than the step may start: what waits in the feed takes less memory.
+                    while feed.can_take and len(self.scheduler.waiting) < self.scheduler.max_num_seqs:
+                        seq = self._make_sequence(*feed.take())
+                        requests[seq.seq_id] = seq
+                        self._enqueue(seq)
+                    step = self._step()
+                    progress.update(step, self._collect(requests, outputs))
+        finally:
+            self._forget(list(requests.values()))
+        return [outputs[seq_id] for seq_id in requests]
+
+    def _collect(self, requests: dict[int, Sequence], outputs: dict[int, RequestOutput]) -> int:
+        """Makes outputs of requests that ended, as many as there is time for, and counts them."""
+        deadline = time.perf_counter() + _SECONDS_OF_OUTPUT_A_STEP
+        num_before = len(outputs)
+        for seq_id in requests.keys() & self._ended.keys():
+            outputs[seq_id] = self._make_output(self._ended.pop(seq_id))
+            if time.perf_counter() > deadline:
+                break
+        return len(outputs) - num_before
 
     def _step(self) -> StepOutput:
         try:
@@ -236,18 +263,7 @@ class LLMEngine:
                 seq.end("abort")
         self._retire(sequences)
 
-    def _make_sequences(self, prompts: Any, sampling_params: Any) -> list[Sequence]:
-        token_ids = self.inputs.process_prompts(prompts)
-        params = self.inputs.process_params(sampling_params, len(token_ids))
-        return [self._make_sequence(ids, one) for ids, one in zip(token_ids, params, strict=True)]
-
-    def _make_sequence(self, token_ids: Any, params: SamplingParams) -> Sequence:
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_token_ids
-        stop_ids = frozenset(id for id in stop_ids if id < self._num_sampled_ids)  # the others never come
-        if params.min_tokens and len(stop_ids) == self._num_sampled_ids:
-            raise ValueError(f"min_tokens={params.min_tokens}: every token is a stop token, so none may be sampled")
+    def _make_sequence(self, token_ids: "array[int]", params: SamplingParams) -> Sequence:
         is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
         seq = Sequence(
             self._next_seq_id,
@@ -255,7 +271,7 @@ class LLMEngine:
             params,
             seed=self._random.getrandbits(64) if params.seed is None else params.seed,
             max_total_tokens=self.inputs.max_total_tokens(len(token_ids), params.max_tokens),
-            stop_ids=stop_ids,
+            stop_ids=self.inputs.stop_ids(params),
             # Under a rotary embedding that depends on the prompt's length, equal prefixes of prompts of
             # different length are different content.
             cache_salt=len(token_ids) if is_salted else 0,
