@@ -30,6 +30,8 @@ class SamplingParams:
         stop_token_ids: end the request when one of these is emitted (also when `ignore_eos` is set).
         min_tokens: neither an end-of-sequence token nor a stop token is sampled before this many.
         skip_special_tokens: leave special tokens out of the text.
+        n: independent samples of the prompt, at least 1; more than one only if sampling is not greedy. Sample 0 is
+            what n=1 gives, and the samples of a seeded request are repeatable.
     """
 
     temperature: float = 1.0
@@ -42,6 +44,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    n: int = 1
 
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1)
@@ -56,9 +59,12 @@ class SamplingParams:
             "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
+            "n": check_int("n", self.n, 1),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n must be 1 for greedy sampling (temperature={self.temperature}), got {self.n}")
 
     @property
     def is_greedy(self) -> bool:

@@ -1,9 +1,7 @@
 """The engine: schedules a step, launches it, and reads the one before while it runs."""
 
 import logging
-import random
 import time
-from array import array
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -15,8 +13,9 @@ from nanovllm.engine.detokenizer import decode_output
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
-from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.outputs import RequestOutput, SampleOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
+from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import resolve_architecture
@@ -74,32 +73,34 @@ class LLMEngine:
             num_sampled_ids=num_sampled_ids,
             eos_token_ids=self.eos_token_ids,
         )
-        self._salt_above = spec.max_position_embeddings if spec.rope.depends_on_length else None
-        self._random = random.Random(self.config.seed)
-        self._next_seq_id = 0
+        self.requests = RequestFactory(
+            self.inputs,
+            seed=self.config.seed,
+            salt_above=spec.max_position_embeddings if spec.rope.depends_on_length else None,
+        )
         self._in_flight: tuple[ScheduledBatch, StepHandle] | None = None
-        # Every request is in one of these from its arrival until it is reported.
+        # Every request is in one of these, as its first sample, from its arrival until it is reported.
         self._unfinished: dict[int, Sequence] = {}
         self._ended: dict[int, Sequence] = {}
         self._is_closed = False
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queues one request and returns its seq_id. Raises like `generate`."""
+        """Queues one request and returns its seq_id, which stands for all its samples. Raises like `generate`."""
         self._check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (params,) = self.inputs.process_params(sampling_params, 1)
-        seq = self._make_sequence(token_ids, params)
+        seq = self.requests.make(token_ids, params)
         self._enqueue(seq)
         return seq.seq_id
 
     def abort(self, seq_id: int) -> bool:
         """Ends a request; the next `step` reports what it had. False if there is no such unfinished request."""
         self._check_open()
-        seq = self.scheduler.find(seq_id)
-        if seq is None:
+        request = self._unfinished.get(seq_id)
+        if request is None:
             return False
-        self.scheduler.finish(seq, "abort")
-        self._retire([seq])
+        self._abort_samples(request)
+        self._retire([request])
         return True
 
     def is_finished(self) -> bool:
@@ -174,7 +175,7 @@ class LLMEngine:
                     feed.encode_chunk()
                     # No more than the step may start: what waits in the feed takes less memory.
                     while feed.can_take and len(self.scheduler.waiting) < self.scheduler.max_num_seqs:
-                        seq = self._make_sequence(*feed.take())
+                        seq = self.requests.make(*feed.take())
                         requests[seq.seq_id] = seq
                         self._enqueue(seq)
                     step = self._step()
@@ -229,14 +230,22 @@ class LLMEngine:
 
     def _enqueue(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
-        self.scheduler.add(seq)
+        for sample in seq.samples:
+            self.scheduler.add(sample)
 
     def _retire(self, sequences: list[Sequence]) -> None:
-        """Keeps finished sequences to be reported."""
+        """Keeps the requests of finished sequences to be reported, if all their samples have finished."""
         for seq in sequences:
-            self._ended[seq.seq_id] = seq
-            self._unfinished.pop(seq.seq_id, None)
+            request = self._unfinished.get(seq.request_id)
+            if request is not None and all(sample.is_finished for sample in request.samples):
+                self._ended[request.seq_id] = request
+                del self._unfinished[request.seq_id]
         self._drop_idle_step()
+
+    def _abort_samples(self, request: Sequence) -> None:
+        for sample in request.samples:
+            if self.scheduler.find(sample.seq_id):
+                self.scheduler.finish(sample, "abort")
 
     def _drop_idle_step(self) -> None:
         """Forgets the step in flight if its tokens concern nobody any more."""
@@ -246,8 +255,7 @@ class LLMEngine:
     def _forget(self, sequences: list[Sequence]) -> None:
         """Removes what is left of a call's sequences: nothing, unless it failed."""
         for seq in sequences:
-            if self.scheduler.find(seq.seq_id):
-                self.scheduler.finish(seq, "abort")
+            self._abort_samples(seq)
             self._unfinished.pop(seq.seq_id, None)
             self._ended.pop(seq.seq_id, None)
         self._drop_idle_step()
@@ -257,40 +265,37 @@ class LLMEngine:
         clear_forward_context()
         self.scheduler.reset()
         self._in_flight = None
-        sequences = list(self._unfinished.values())
+        sequences = [sample for seq in self._unfinished.values() for sample in seq.samples]
         for seq in sequences:
-            if not seq.is_finished:  # one that is has ended in the very step that failed
+            if not seq.is_finished:  # one that is has ended before, or in the very step that failed
                 seq.end("abort")
         self._retire(sequences)
 
-    def _make_sequence(self, token_ids: "array[int]", params: SamplingParams) -> Sequence:
-        is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
-        seq = Sequence(
-            self._next_seq_id,
-            token_ids,
-            params,
-            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
-            max_total_tokens=self.inputs.max_total_tokens(len(token_ids), params.max_tokens),
-            stop_ids=self.inputs.stop_ids(params),
-            # Under a rotary embedding that depends on the prompt's length, equal prefixes of prompts of
-            # different length are different content.
-            cache_salt=len(token_ids) if is_salted else 0,
+    def _make_output(self, request: Sequence) -> RequestOutput:
+        samples = [self._make_sample(seq) for seq in request.samples]
+        first = samples[0]
+        output = RequestOutput(
+            text=first["text"],
+            token_ids=list(first["token_ids"]),
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens].tolist(),
+            finish_reason=first["finish_reason"],
+            stop_reason=first["stop_reason"],
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
-        self._next_seq_id += 1
-        return seq
+        if request.params.n > 1:
+            output["samples"] = samples
+        return output
 
-    def _make_output(self, seq: Sequence) -> RequestOutput:
+    def _make_sample(self, seq: Sequence) -> SampleOutput:
         prompt_ids, output_ids = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids
         text = ""
         if self.tokenizer is not None:
             text = decode_output(self.tokenizer, prompt_ids, output_ids, seq.params.skip_special_tokens)
-        return RequestOutput(
+        return SampleOutput(
             text=text,
             token_ids=output_ids.tolist(),
-            prompt_token_ids=prompt_ids.tolist(),
             finish_reason=seq.finish_reason or "",
             stop_reason=seq.stop_reason,
-            num_cached_tokens=seq.num_cached_tokens or 0,
         )
 
     def _check_open(self) -> None:
