@@ -64,7 +64,7 @@ class InputProcessor:
 
     def encode(
         self,
-        prompts: list["str | array[int]"],
+        prompts: Sequence["str | array[int]"],
         first_index: int = 0,
         *,
         name: str = "prompt",

@@ -52,6 +52,7 @@ class LLMEngine:
         _, spec = resolve_architecture(checkpoint.config)
         self.tokenizer = checkpoint.load_tokenizer()
         self.eos_token_ids = checkpoint.eos_token_ids(self.tokenizer)
+        self.generation_config = checkpoint.generation_config()
         self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
         if self.max_model_len < self.config.max_model_len:
             logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
