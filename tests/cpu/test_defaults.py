@@ -43,6 +43,14 @@ def test_settings(folder: Path, make_llm: Any, content: dict[str, Any], expected
     assert make_llm(folder).default_sampling_params() == SamplingParams(**expected)
 
 
+def test_setting_without_a_field(folder: Path, make_llm: Any) -> None:
+    """A recommendation that SamplingParams can't express is left out, and taken once it can."""
+    write_json(folder, FILE, repetition_penalty=1.1, top_k=3)
+    params = make_llm(folder).default_sampling_params()
+    assert params.top_k == 3
+    assert getattr(params, "repetition_penalty", 1.1) == 1.1
+
+
 def test_without_the_file(folder: Path, make_llm: Any) -> None:
     assert make_llm(folder).default_sampling_params() == SamplingParams()
 
