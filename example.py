@@ -18,13 +18,8 @@ QUESTIONS = [
 
 def main() -> None:
     with LLM(sys.argv[1] if len(sys.argv) > 1 else demo_model()) as llm:
-        prompts = [
-            llm.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-            )
-            for question in QUESTIONS
-        ]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=128))
+        conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=128))
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\nPrompt: {question}\nAnswer: {output['text'].strip()}")
 

@@ -62,7 +62,7 @@ class StubEngine:
     def step(self, *, refill: bool = False) -> None:
         """One step; with `refill`, a new request arrives for each that ends."""
         batch = self._clock("schedule", self.scheduler.schedule)
-        assert batch is not None and not batch.num_preemptions
+        assert batch.sequences and not batch.num_preemptions
         self._clock("pack", lambda: pack(batch, BLOCK_SIZE))
         previous, self._in_flight = self._in_flight, batch
         if previous is None:

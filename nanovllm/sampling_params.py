@@ -1,7 +1,8 @@
 """What one request may ask for."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_int, check_number
 
@@ -9,6 +10,15 @@ from nanovllm.utils.checks import check_bool, check_int, check_number
 # division itself starts to overflow: such a request is greedy.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SEED = 2**64 - 1
+# Key of a transformers `generation_config.json` -> field, where there is such a field.
+_GENERATION_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class SamplingParams:
         stop_token_ids: end the request when one of these is emitted (also when `ignore_eos` is set).
         min_tokens: neither an end-of-sequence token nor a stop token is sampled before this many.
         skip_special_tokens: leave special tokens out of the text.
+        n: independent samples of the prompt, at least 1; more than one only if sampling is not greedy. Sample 0 is
+            what n=1 gives, and the samples of a seeded request are repeatable.
     """
 
     temperature: float = 1.0
@@ -42,6 +54,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    n: int = 1
 
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1)
@@ -56,9 +69,28 @@ class SamplingParams:
             "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
+            "n": check_int("n", self.n, 1),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n must be 1 for greedy sampling (temperature={self.temperature}), got {self.n}")
+
+    @classmethod
+    def from_generation_config(cls, content: dict[str, Any]) -> "SamplingParams":
+        """What a checkpoint's `generation_config.json` says about sampling; the defaults for what it doesn't say.
+
+        `do_sample: false` is a temperature of 0. Raises like the constructor.
+        """
+        names = {field.name for field in fields(cls)}
+        settings = {
+            name: content[key]
+            for key, name in _GENERATION_KEYS.items()
+            if name in names and content.get(key) is not None
+        }
+        if content.get("do_sample") is False:
+            settings["temperature"] = 0.0
+        return cls(**settings)
 
     @property
     def is_greedy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checks and tokenises what users hand in. Everything raises before any work is queued."""
+"""Checks and tokenises what users hand in. What needs no tokeniser is checked before any work is queued."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,21 +16,38 @@ IdArray = npt.NDArray[np.integer[Any]]
 class InputProcessor:
     """Turns prompts into token ids, under the limits of one engine."""
 
-    def __init__(self, tokenizer: Any | None, *, vocab_size: int, max_model_len: int, num_kv_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        num_kv_tokens: int,
+        num_sampled_ids: int | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         """
         Args:
             tokenizer: a transformers tokenizer, or None: then prompts must be token ids.
             vocab_size: token ids are below this.
             max_model_len: most tokens of prompt and output together.
             num_kv_tokens: tokens that the whole KV cache holds.
+            num_sampled_ids: ids that are sampled are below this; None is the vocabulary.
+            eos_token_ids: tokens that end a request unless it ignores them.
         """
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_kv_tokens = num_kv_tokens
+        self.num_sampled_ids = vocab_size if num_sampled_ids is None else num_sampled_ids
+        self.eos_token_ids = eos_token_ids
 
     def process_prompts(self, prompts: Any) -> list["array[int]"]:
-        """Token ids of each prompt.
+        """Token ids of each prompt: `check_prompts` and `encode` in one go."""
+        return self.encode(self.check_prompts(prompts))
+
+    def check_prompts(self, prompts: Any) -> list["str | array[int]"]:
+        """The prompts as strings and checked token ids. A string's own ids are checked when it is encoded.
 
         Raises:
             TypeError: a prompt is neither a string nor a flat list of integers; its index is named.
@@ -40,26 +57,44 @@ class InputProcessor:
             prompts = [prompts]
         if isinstance(prompts, dict | bytes) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts must be a list of strings or lists of token ids, got {prompts!r:.80}")
-        prompts = list(prompts)
-        texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
-        for index, text in texts.items():
-            if not text.isascii() and not _is_unicode(text):
-                raise ValueError(f"prompt {index}: is not valid Unicode, it holds a lone surrogate")
-        encoded = dict(zip(texts, self._encode(list(texts.values())), strict=True))
-        token_ids = []
-        for index, prompt in enumerate(prompts):
-            ids = encoded[index] if index in encoded else _as_array(prompt, index)
-            self._check_length(len(ids), index)
-            self._check_range(ids, index)
-            token_ids.append(array("i", ids.astype(np.int32).tobytes()))
-        return token_ids
+        return [
+            self._check_text(prompt, index) if isinstance(prompt, str) else self._check_ids(prompt, f"prompt {index}")
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def encode(
+        self,
+        prompts: Sequence["str | array[int]"],
+        first_index: int = 0,
+        *,
+        name: str = "prompt",
+        add_special_tokens: bool = True,
+    ) -> list["array[int]"]:
+        """Token ids of checked prompts; the strings are tokenised together.
+
+        Args:
+            prompts: what `check_prompts` returned, or a part of it.
+            first_index: index of the first of them in the caller's list, for messages.
+            name: of a prompt, for messages.
+            add_special_tokens: False for text that already has them, as a chat template's.
+
+        Raises:
+            ValueError: a string is empty, too long, or has ids outside the vocabulary, once it is tokenised.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._tokenise(texts, add_special_tokens) if texts else ())
+        return [
+            self._check_ids(next(encoded), f"{name} {index}") if isinstance(prompt, str) else prompt
+            for index, prompt in enumerate(prompts, first_index)
+        ]
 
     def process_params(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
         """One SamplingParams a prompt, from one for all, a list, or None.
 
         Raises:
             TypeError: something is not a SamplingParams.
-            ValueError: the list's length is not the number of prompts, or a stop token is not in the vocabulary.
+            ValueError: the list's length is not the number of prompts, a stop token is not in the vocabulary, or
+                min_tokens bans every token.
         """
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -76,6 +111,11 @@ class InputProcessor:
                     raise ValueError(
                         f"sampling params {index}: stop token {token_id} is outside [0, {self.vocab_size})"
                     )
+            if one.min_tokens and len(self.stop_ids(one)) == self.num_sampled_ids:
+                raise ValueError(
+                    f"sampling params {index}: min_tokens={one.min_tokens}: every token is a stop token, "
+                    "so none may be sampled"
+                )
         if len(params) != num_prompts:
             raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling params")
         return params
@@ -84,61 +124,85 @@ class InputProcessor:
         """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""
         return min(num_prompt_tokens + max_tokens, self.max_model_len, self.num_kv_tokens + 1)
 
-    def _encode(self, texts: list[str]) -> list[IdArray]:
-        if not texts:
-            return []
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a request, less those that are never sampled."""
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.eos_token_ids
+        return frozenset(token_id for token_id in stop_ids if token_id < self.num_sampled_ids)
+
+    def _check_text(self, text: str, index: int) -> str:
         if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: prompts must be lists of token ids")
-        encoded = self.tokenizer(texts, padding=False, truncation=False, verbose=False)["input_ids"]
+            raise ValueError(f"prompt {index}: this model has no tokenizer, prompts must be lists of token ids")
+        check_unicode(text, f"prompt {index}")
+        if not text:
+            self.encode([text], index)  # raises unless the tokenizer makes something of it
+        return text
+
+    def _check_ids(self, prompt: Any, name: str) -> "array[int]":
+        ids = _as_array(prompt, name)
+        self._check_length(len(ids), name)
+        self._check_range(ids, name)
+        return array("i", ids.astype(np.int32).tobytes())
+
+    def _tokenise(self, texts: list[str], add_special_tokens: bool) -> list[IdArray]:
+        assert self.tokenizer is not None  # `check_prompts` has refused strings
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
         bos_token, bos_id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
         for text, ids in zip(texts, encoded, strict=True):
             # A chat template has written its own beginning-of-sequence token.
-            if bos_token and text.startswith(bos_token) and ids[:2] == [bos_id, bos_id]:
+            if add_special_tokens and bos_token and text.startswith(bos_token) and ids[:2] == [bos_id, bos_id]:
                 del ids[0]
         return [np.array(ids, dtype=np.int64) for ids in encoded]
 
-    def _check_range(self, ids: IdArray, index: int) -> None:
+    def _check_range(self, ids: IdArray, name: str) -> None:
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if len(outside):
             position = int(outside[0])
             raise ValueError(
-                f"prompt {index}: token id {ids[position]} at position {position} is outside [0, {self.vocab_size})"
+                f"{name}: token id {ids[position]} at position {position} is outside [0, {self.vocab_size})"
             )
 
-    def _check_length(self, num_tokens: int, index: int) -> None:
+    def _check_length(self, num_tokens: int, name: str) -> None:
         if num_tokens == 0:
-            raise ValueError(f"prompt {index}: is empty")
+            raise ValueError(f"{name}: is empty")
         if num_tokens >= self.max_model_len:
             raise ValueError(
-                f"prompt {index}: has {num_tokens} tokens, but max_model_len={self.max_model_len} "
+                f"{name}: has {num_tokens} tokens, but max_model_len={self.max_model_len} "
                 f"leaves room for {self.max_model_len - 1} and one output token"
             )
         if num_tokens > self.num_kv_tokens:
-            raise ValueError(
-                f"prompt {index}: has {num_tokens} tokens, but the whole KV cache holds {self.num_kv_tokens}"
-            )
+            raise ValueError(f"{name}: has {num_tokens} tokens, but the whole KV cache holds {self.num_kv_tokens}")
 
 
-def _as_array(prompt: Any, index: int) -> IdArray:
+def check_unicode(text: str, name: str) -> None:
+    """Raises ValueError for what no tokenizer can encode."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: is not valid Unicode, it holds a lone surrogate") from None
+
+
+def _as_array(prompt: Any, name: str) -> IdArray:
     """A prompt of token ids as an integer array [num_tokens]."""
     is_sequence = isinstance(prompt, np.ndarray | Sequence) or hasattr(prompt, "__array__")
     if isinstance(prompt, str | bytes | bytearray) or not is_sequence:
-        raise TypeError(f"prompt {index}: must be a string or a list of token ids, got {prompt!r:.80}")
+        raise TypeError(f"{name}: must be a string or a list of token ids, got {prompt!r:.80}")
     try:
         ids = np.asarray(prompt)
     except ValueError as error:  # ragged nesting
-        raise TypeError(f"prompt {index}: must be a flat list of token ids") from error
+        raise TypeError(f"{name}: must be a flat list of token ids") from error
     if ids.shape == (0,):
         ids = ids.astype(np.int64)
-    has_bool = not isinstance(prompt, np.ndarray) and ids.ndim == 1 and any(type(one) is bool for one in prompt)
+    has_bool = not isinstance(prompt, np.ndarray) and ids.ndim == 1 and bool in set(map(type, prompt))
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bool:
-        raise TypeError(f"prompt {index}: must be a flat list of integers, got {prompt!r:.80}")
+        raise TypeError(f"{name}: must be a flat list of integers, got {prompt!r:.80}")
     return ids
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

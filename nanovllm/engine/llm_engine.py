@@ -1,7 +1,7 @@
 """The engine: schedules a step, launches it, and reads the one before while it runs."""
 
 import logging
-import random
+import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -10,10 +10,12 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import decode_output
+from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
-from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.outputs import RequestOutput, SampleOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
+from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import resolve_architecture
@@ -22,6 +24,9 @@ from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.context import clear_forward_context
 
 logger = logging.getLogger(__name__)
+
+# Longest time that `generate` turns results into text between two steps: about what the device needs for a step.
+_SECONDS_OF_OUTPUT_A_STEP = 0.005
 
 
 class LLMEngine:
@@ -47,11 +52,12 @@ class LLMEngine:
         _, spec = resolve_architecture(checkpoint.config)
         self.tokenizer = checkpoint.load_tokenizer()
         self.eos_token_ids = checkpoint.eos_token_ids(self.tokenizer)
+        self.generation_config = checkpoint.generation_config()
         self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
         if self.max_model_len < self.config.max_model_len:
             logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
-        self._num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
-        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, self._num_sampled_ids)
+        num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
+        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
 
         num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
         self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
@@ -65,31 +71,37 @@ class LLMEngine:
             vocab_size=spec.vocab_size,
             max_model_len=self.max_model_len,
             num_kv_tokens=num_blocks * block_size,
+            num_sampled_ids=num_sampled_ids,
+            eos_token_ids=self.eos_token_ids,
         )
-        self._salt_above = spec.max_position_embeddings if spec.rope.depends_on_length else None
-        self._random = random.Random(self.config.seed)
-        self._next_seq_id = 0
+        self.requests = RequestFactory(
+            self.inputs,
+            seed=self.config.seed,
+            salt_above=spec.max_position_embeddings if spec.rope.depends_on_length else None,
+        )
         self._in_flight: tuple[ScheduledBatch, StepHandle] | None = None
-        # Every request is in one of these from its arrival until it is reported.
+        # Every request is in one of these, as its first sample, from its arrival until it is reported.
         self._unfinished: dict[int, Sequence] = {}
         self._ended: dict[int, Sequence] = {}
         self._is_closed = False
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queues one request and returns its seq_id. Raises like `generate`."""
+        """Queues one request and returns its seq_id, which stands for all its samples. Raises like `generate`."""
         self._check_open()
-        (seq,) = self._make_sequences([prompt], sampling_params)
+        (token_ids,) = self.inputs.process_prompts([prompt])
+        (params,) = self.inputs.process_params(sampling_params, 1)
+        seq = self.requests.make(token_ids, params)
         self._enqueue(seq)
         return seq.seq_id
 
     def abort(self, seq_id: int) -> bool:
         """Ends a request; the next `step` reports what it had. False if there is no such unfinished request."""
         self._check_open()
-        seq = self.scheduler.find(seq_id)
-        if seq is None:
+        request = self._unfinished.get(seq_id)
+        if request is None:
             return False
-        self.scheduler.finish(seq, "abort")
-        self._retire([seq])
+        self._abort_samples(request)
+        self._retire([request])
         return True
 
     def is_finished(self) -> bool:
@@ -125,26 +137,14 @@ class LLMEngine:
             One result a prompt, in their order.
 
         Raises:
-            TypeError, ValueError: something about a prompt or its params is wrong. The message names its index;
-                nothing has been queued.
+            TypeError, ValueError: something about a prompt or its params is wrong. The message names its index. What
+                shows only when a text is tokenised, such as its number of tokens, may be found after the first
+                steps of a large job; nothing of it is left in the engine then.
         """
         self._check_open()
-        sequences = self._make_sequences(prompts, sampling_params)
-        outputs: dict[int, RequestOutput] = {}
-        own_ids = {seq.seq_id for seq in sequences}
-        try:
-            for seq in sequences:
-                self._enqueue(seq)
-            with ProgressBar(len(sequences), enabled=use_tqdm) as progress:
-                while len(outputs) < len(sequences):
-                    step = self._step()
-                    own_ended = own_ids & self._ended.keys()
-                    for seq_id in own_ended:
-                        outputs[seq_id] = self._make_output(self._ended.pop(seq_id))
-                    progress.update(step, len(own_ended))
-        finally:
-            self._forget(sequences)
-        return [outputs[seq.seq_id] for seq in sequences]
+        checked = self.inputs.check_prompts(prompts)
+        params = self.inputs.process_params(sampling_params, len(checked))
+        return self._complete(PromptFeed(checked, params, self.inputs.encode), use_tqdm)
 
     def close(self) -> None:
         """Gives up everything the engine holds. Calling it again does nothing; asking for work raises."""
@@ -166,16 +166,45 @@ class LLMEngine:
     ) -> None:
         self.close()
 
+    def _complete(self, feed: PromptFeed, use_tqdm: bool) -> list[RequestOutput]:
+        """The results of a feed's prompts, in their order."""
+        requests: dict[int, Sequence] = {}
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            with ProgressBar(feed.num_prompts, enabled=use_tqdm) as progress:
+                while len(outputs) < feed.num_prompts:
+                    feed.encode_chunk()
+                    # No more than the step may start: what waits in the feed takes less memory.
+                    while feed.can_take and len(self.scheduler.waiting) < self.scheduler.max_num_seqs:
+                        seq = self.requests.make(*feed.take())
+                        requests[seq.seq_id] = seq
+                        self._enqueue(seq)
+                    step = self._step()
+                    progress.update(step, self._collect(requests, outputs))
+        finally:
+            self._forget(list(requests.values()))
+        return [outputs[seq_id] for seq_id in requests]
+
+    def _collect(self, requests: dict[int, Sequence], outputs: dict[int, RequestOutput]) -> int:
+        """Makes outputs of requests that ended, as many as there is time for, and counts them."""
+        deadline = time.perf_counter() + _SECONDS_OF_OUTPUT_A_STEP
+        num_before = len(outputs)
+        for seq_id in requests.keys() & self._ended.keys():
+            outputs[seq_id] = self._make_output(self._ended.pop(seq_id))
+            if time.perf_counter() > deadline:
+                break
+        return len(outputs) - num_before
+
     def _step(self) -> StepOutput:
         try:
             batch = self.scheduler.schedule()
             launched = None
-            if batch is not None:
+            if batch.sequences:
                 launched = batch, self.runner.run(pack(batch, self.block_manager.block_size))
             previous, self._in_flight = self._in_flight, launched
-            if batch is None and previous is None and self._unfinished:
+            if launched is None and previous is None and self._unfinished:
                 raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
-            return self._read(previous, batch or ScheduledBatch())
+            return self._read(previous, batch)
         except BaseException:
             # What was scheduled may never have been computed, and queues may be half changed: nothing is built on it.
             self._abort_all()
@@ -202,14 +231,22 @@ class LLMEngine:
 
     def _enqueue(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
-        self.scheduler.add(seq)
+        for sample in seq.samples:
+            self.scheduler.add(sample)
 
     def _retire(self, sequences: list[Sequence]) -> None:
-        """Keeps finished sequences to be reported."""
+        """Keeps the requests of finished sequences to be reported, if all their samples have finished."""
         for seq in sequences:
-            self._ended[seq.seq_id] = seq
-            self._unfinished.pop(seq.seq_id, None)
+            request = self._unfinished.get(seq.request_id)
+            if request is not None and all(sample.is_finished for sample in request.samples):
+                self._ended[request.seq_id] = request
+                del self._unfinished[request.seq_id]
         self._drop_idle_step()
+
+    def _abort_samples(self, request: Sequence) -> None:
+        for sample in request.samples:
+            if self.scheduler.find(sample.seq_id):
+                self.scheduler.finish(sample, "abort")
 
     def _drop_idle_step(self) -> None:
         """Forgets the step in flight if its tokens concern nobody any more."""
@@ -219,8 +256,7 @@ class LLMEngine:
     def _forget(self, sequences: list[Sequence]) -> None:
         """Removes what is left of a call's sequences: nothing, unless it failed."""
         for seq in sequences:
-            if self.scheduler.find(seq.seq_id):
-                self.scheduler.finish(seq, "abort")
+            self._abort_samples(seq)
             self._unfinished.pop(seq.seq_id, None)
             self._ended.pop(seq.seq_id, None)
         self._drop_idle_step()
@@ -230,51 +266,37 @@ class LLMEngine:
         clear_forward_context()
         self.scheduler.reset()
         self._in_flight = None
-        sequences = list(self._unfinished.values())
+        sequences = [sample for seq in self._unfinished.values() for sample in seq.samples]
         for seq in sequences:
-            if not seq.is_finished:  # one that is has ended in the very step that failed
+            if not seq.is_finished:  # one that is has ended before, or in the very step that failed
                 seq.end("abort")
         self._retire(sequences)
 
-    def _make_sequences(self, prompts: Any, sampling_params: Any) -> list[Sequence]:
-        token_ids = self.inputs.process_prompts(prompts)
-        params = self.inputs.process_params(sampling_params, len(token_ids))
-        return [self._make_sequence(ids, one) for ids, one in zip(token_ids, params, strict=True)]
-
-    def _make_sequence(self, token_ids: Any, params: SamplingParams) -> Sequence:
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_token_ids
-        stop_ids = frozenset(id for id in stop_ids if id < self._num_sampled_ids)  # the others never come
-        if params.min_tokens and len(stop_ids) == self._num_sampled_ids:
-            raise ValueError(f"min_tokens={params.min_tokens}: every token is a stop token, so none may be sampled")
-        is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
-        seq = Sequence(
-            self._next_seq_id,
-            token_ids,
-            params,
-            seed=self._random.getrandbits(64) if params.seed is None else params.seed,
-            max_total_tokens=self.inputs.max_total_tokens(len(token_ids), params.max_tokens),
-            stop_ids=stop_ids,
-            # Under a rotary embedding that depends on the prompt's length, equal prefixes of prompts of
-            # different length are different content.
-            cache_salt=len(token_ids) if is_salted else 0,
+    def _make_output(self, request: Sequence) -> RequestOutput:
+        samples = [self._make_sample(seq) for seq in request.samples]
+        first = samples[0]
+        output = RequestOutput(
+            text=first["text"],
+            token_ids=list(first["token_ids"]),
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens].tolist(),
+            finish_reason=first["finish_reason"],
+            stop_reason=first["stop_reason"],
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
-        self._next_seq_id += 1
-        return seq
+        if request.params.n > 1:
+            output["samples"] = samples
+        return output
 
-    def _make_output(self, seq: Sequence) -> RequestOutput:
+    def _make_sample(self, seq: Sequence) -> SampleOutput:
         prompt_ids, output_ids = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids
         text = ""
         if self.tokenizer is not None:
             text = decode_output(self.tokenizer, prompt_ids, output_ids, seq.params.skip_special_tokens)
-        return RequestOutput(
+        return SampleOutput(
             text=text,
             token_ids=output_ids.tolist(),
-            prompt_token_ids=prompt_ids.tolist(),
             finish_reason=seq.finish_reason or "",
             stop_reason=seq.stop_reason,
-            num_cached_tokens=seq.num_cached_tokens or 0,
         )
 
     def _check_open(self) -> None:

@@ -4,24 +4,37 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 
-class RequestOutput(TypedDict):
-    """The result of one request.
+class SampleOutput(TypedDict):
+    """One sample of a request.
 
     Keys:
         text: the decoded output, without the prompt.
-        token_ids: the output tokens, a token that ended the request included.
-        prompt_token_ids: the prompt as the model saw it.
+        token_ids: the output tokens, a token that ended the sample included.
         finish_reason: "stop" (an end-of-sequence or stop token), "length" or "abort".
-        stop_reason: the token id that ended the request, None unless the reason is "stop".
-        num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+        stop_reason: the token id that ended the sample, None unless the reason is "stop".
     """
 
     text: str
     token_ids: list[int]
-    prompt_token_ids: list[int]
     finish_reason: str
     stop_reason: int | None
+
+
+class _Result(SampleOutput):
+    prompt_token_ids: list[int]
     num_cached_tokens: int
+
+
+class RequestOutput(_Result, total=False):
+    """The result of one request: the keys of its first sample (see `SampleOutput`), and of the prompt.
+
+    Keys:
+        prompt_token_ids: the prompt as the model saw it.
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache, by the first sample.
+        samples: all samples, the first included; only if more than one was asked for.
+    """
+
+    samples: list[SampleOutput]
 
 
 @dataclass
@@ -30,8 +43,8 @@ class StepOutput:
     step before, which is read while the new one runs.
 
     Attributes:
-        finished: seq_id -> result of each request that ended.
-        new_token_ids: seq_id -> tokens that became known.
+        finished: seq_id -> result of each request that ended, with all its samples.
+        new_token_ids: seq_id -> tokens that became known. Sample i of a request is under the request's seq_id + i.
         num_prefill_tokens: prompt tokens computed (or computed again after a preemption).
         num_decode_tokens: output tokens computed.
         num_cached_tokens: prompt tokens found in the prefix cache instead.

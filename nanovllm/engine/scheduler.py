@@ -83,8 +83,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting[seq.seq_id] = seq
 
-    def schedule(self) -> ScheduledBatch | None:
-        """Chooses the tokens of the next step and takes their blocks; None if there is nothing to compute.
+    def schedule(self) -> ScheduledBatch:
+        """Chooses the tokens of the next step and takes their blocks; no sequences if there is nothing to compute.
 
         The token that the step before samples may still be unknown: lengths are all that counts here.
         """
@@ -94,8 +94,6 @@ class Scheduler:
         budget = self._schedule_prefills(batch, budget)
         if not batch.num_preemptions:
             self._admit(batch, budget)
-        if not batch.sequences:
-            return None
         batch.move_single_tokens_first()
         return batch
 

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its tokens, its progress, and the KV blocks it holds."""
+"""One sample of a request on its way through the engine: its tokens, its progress, and the KV blocks it holds."""
 
 from array import array
 from enum import Enum, auto
@@ -13,7 +13,10 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """State of one request. The scheduler and the block manager own every field that changes.
+    """State of one sample of a request. The scheduler and the block manager own every field that changes.
+
+    The samples of a request (`SamplingParams.n`) have consecutive seq_ids, and the first one's is the request's.
+    To the scheduler they are sequences like any others; their first sample holds them together.
 
     Progress is one number: `num_computed_tokens` (tokens whose KV is in the cache once the launched steps have
     run) chases `num_tokens`. The tokens of launched steps that the host has not read yet are counted in
@@ -32,7 +35,9 @@ class Sequence:
         "num_in_flight",
         "num_prompt_tokens",
         "num_published_blocks",
+        "other_samples",
         "params",
+        "request_id",
         "seed",
         "seq_id",
         "slot",
@@ -48,6 +53,7 @@ class Sequence:
         prompt_token_ids: "array[int]",
         params: SamplingParams,
         *,
+        request_id: int | None = None,
         seed: int = 0,
         max_total_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
@@ -58,12 +64,15 @@ class Sequence:
         Args:
             seq_id: unique in the engine, increasing with arrival.
             prompt_token_ids: `array("i")` of at least one token; the sequence keeps its own copy.
+            request_id: seq_id of the request's first sample; None is this one's.
             seed: of the request's random numbers, in [0, 2**64).
             max_total_tokens: the sequence ends when prompt and output reach this many tokens.
             stop_ids: tokens that end the sequence.
             cache_salt: sequences share prefix blocks only under the same salt.
         """
         self.seq_id = seq_id
+        self.request_id = seq_id if request_id is None else request_id
+        self.other_samples: list[Sequence] = []  # of the same request; held by its first sample alone
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
@@ -90,6 +99,11 @@ class Sequence:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.num_in_flight = 0
+
+    @property
+    def samples(self) -> "list[Sequence]":
+        """All samples of the request whose first one this is."""
+        return [self, *self.other_samples]
 
     @property
     def num_tokens(self) -> int:

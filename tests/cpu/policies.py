@@ -194,8 +194,9 @@ class StubEngine:
             [seq for seq in running if seq.is_decoding and not seq.has_reached_limit],
         )
         batch = scheduler.schedule()
+        self.num_preemptions += batch.num_preemptions
         launched = None
-        if batch is not None:
+        if batch.sequences:
             self._check_batch(batch, before)
             launched = batch, self._run(batch)
         previous, self._in_flight = self._in_flight, launched
@@ -203,7 +204,7 @@ class StubEngine:
         if previous is not None:
             self._read(*previous)
         self.manager.check_integrity(scheduler.unfinished())
-        return batch or ScheduledBatch()
+        return batch
 
     def run(self) -> None:
         """Steps until nothing is left; then every request must have ended as the reference says.
@@ -277,7 +278,6 @@ class StubEngine:
         for seq, start, count in zip(batch.sequences, batch.starts, batch.num_query_tokens, strict=True):
             assert start == before.num_computed.get(seq.seq_id, start)
             assert seq.num_computed_tokens == start + count <= len(seq.block_table) * self.manager.block_size
-        self.num_preemptions += batch.num_preemptions
         self.num_prefill_tokens += batch.num_prefill_tokens
         self.num_decode_tokens += batch.num_decode_tokens
 
@@ -342,15 +342,15 @@ def simulate(
     in_flight: tuple[ScheduledBatch, list[int]] | None = None
     while scheduler.has_sequences or in_flight:
         batch = scheduler.schedule()
+        result.num_preemptions += batch.num_preemptions
         launched = None
-        if batch is not None:
+        if batch.sequences:
             token_ids = [
                 stop_id if seq.num_output_tokens == lengths[seq.seq_id][1] else other_id
                 for seq in batch.sampled_sequences
             ]
             launched = batch, token_ids
             result.num_steps += 1
-            result.num_preemptions += batch.num_preemptions
             result.num_prefill_tokens += batch.num_prefill_tokens
             for seq, start, count in zip(batch.sequences, batch.starts, batch.num_query_tokens, strict=True):
                 result.num_recomputed_tokens += max(0, min(start + count, most_computed[seq.seq_id]) - start)

@@ -489,6 +489,8 @@ class Interrupter:
 
     FILES = (
         "/nanovllm/engine/llm_engine.py",
+        "/nanovllm/engine/feed.py",
+        "/nanovllm/engine/requests.py",
         "/nanovllm/engine/scheduler.py",
         "/nanovllm/engine/block_manager.py",
         "/nanovllm/engine/model_runner.py",

@@ -298,3 +298,18 @@ def test_smollm2_equals_transformers(smollm2: LLM, smollm2_reference: LlamaForCa
     # The end of a chat turn ends the answer.
     assert outputs[0]["finish_reason"] == "stop"
     assert outputs[0]["stop_reason"] == smollm2.tokenizer.convert_tokens_to_ids("<|im_end|>")  # type: ignore[union-attr]
+
+
+@needs_smollm2
+def test_smollm2_chat(smollm2: LLM) -> None:
+    """Its own template, on its own tokenizer."""
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    outputs = smollm2.chat(conversations, params, use_tqdm=False)
+    expected = smollm2.generate(chat_prompts(smollm2), params, use_tqdm=False)
+    assert [output["prompt_token_ids"] for output in outputs] == [output["prompt_token_ids"] for output in expected]
+    for output, conversation in zip(outputs, conversations, strict=True):
+        encoded = smollm2.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+            conversation, add_generation_prompt=True, return_dict=True
+        )
+        assert output["prompt_token_ids"] == list(encoded["input_ids"])

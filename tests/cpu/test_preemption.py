@@ -163,6 +163,19 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, 
 
 
 @pytest.mark.usefixtures("eager_admission")
+def test_step_that_only_preempts_is_counted(random_llama: Any, make_llm: Any, drive: Any, preempted: Any) -> None:
+    """Guards against counts that are lost with a step in which nothing was left to launch: the first request's last
+    token is not read yet, and the second one needs a block."""
+    llm = make_llm(random_llama[0], kvcache_block_size=2, num_kvcache_blocks=3)
+    params = [replace(GREEDY, max_tokens=num_tokens) for num_tokens in (2, 4)]
+    outputs, steps = drive(llm, [[1, 1, 1], [2]], params)
+    assert [len(output["token_ids"]) for output in outputs] == [2, 4]
+    assert num_preemptions(steps) == len(preempted) > 0
+    (step,) = (step for step in steps if step.num_preemptions)
+    assert step.num_prefill_tokens == step.num_decode_tokens == 0
+
+
+@pytest.mark.usefixtures("eager_admission")
 def test_token_in_flight_ends_a_preempted_sequence(
     random_llama: Any, make_llm: Any, drive: Any, prompts: list[list[int]], preempted: Any
 ) -> None:

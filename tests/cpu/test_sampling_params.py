@@ -20,6 +20,7 @@ def test_defaults() -> None:
     assert (params.top_p, params.top_k, params.min_p, params.seed) == (1.0, 0, 0.0, None)
     assert (params.stop_token_ids, params.min_tokens, params.skip_special_tokens) == ((), 0, True)
     assert not params.is_greedy and not params.has_filter
+    assert params.n == 1
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ def test_defaults() -> None:
         "stop_token_ids": [(), [], [0], (5, 7), {5}, np.array([5, 7]), range(3), iter([1])],
         "min_tokens": [0, 64, np.int64(5)],
         "skip_special_tokens": [True, False],
+        "n": [1, 2, 1000, np.int64(3)],
     }.items(),
 )
 def test_accepted(name: str, values: list[Any]) -> None:
@@ -53,6 +55,7 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "seed": [-1, 2**64],
         "stop_token_ids": [[-1], [5, -7]],
         "min_tokens": [-1, 65],  # more than max_tokens
+        "n": [0, -1],
     }.items(),
 )
 def test_out_of_range(name: str, values: list[Any]) -> None:
@@ -75,6 +78,7 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "stop_token_ids": [5, "5", b"5", None, [5.0], ["5"], [True], [None], [[5]]],
         "min_tokens": [False, 0.0, "0", None],
         "skip_special_tokens": [0, 1, None, "no"],
+        "n": [True, 2.0, "2", None],
     }.items(),
 )
 def test_wrong_type(name: str, values: list[Any]) -> None:
@@ -100,6 +104,14 @@ def test_message_has_the_range_and_the_value() -> None:
         SamplingParams(max_tokens=0)
     with pytest.raises(ValueError, match=r"min_tokens must be in \[0, 8\], got 9"):
         SamplingParams(max_tokens=8, min_tokens=9)
+
+
+def test_several_greedy_samples() -> None:
+    """They would all be the same."""
+    for temperature in (0, 1e-8):
+        with pytest.raises(ValueError, match=rf"n must be 1 for greedy sampling \(temperature={temperature}.*got 2"):
+            SamplingParams(temperature=temperature, n=2)
+        assert SamplingParams(temperature=temperature, n=1).is_greedy
 
 
 def test_unknown_keyword() -> None:

@@ -210,7 +210,7 @@ def test_more_sequences_than_budget() -> None:
 
 def test_nothing_to_do() -> None:
     scheduler = Scheduler(BlockManager(4, 4), max_num_seqs=4, max_num_batched_tokens=8)
-    assert scheduler.schedule() is None and not scheduler.has_sequences
+    assert not scheduler.schedule().sequences and not scheduler.has_sequences
 
 
 # --- preemption and fairness ------------------------------------------------------------------------------------
@@ -233,8 +233,9 @@ def test_youngest_is_preempted_and_order_is_kept() -> None:
     preemptions: list[int] = []
     while not engine.is_finished:
         running = list(engine.scheduler.running)
-        engine.step()
+        batch = engine.step()
         preempted = [seq_id for seq_id in running if seq_id in engine.scheduler.waiting]
+        assert len(preempted) == batch.num_preemptions
         assert preempted == running[len(running) - len(preempted) :], "not the youngest"
         assert list(engine.scheduler.waiting)[: len(preempted)] == preempted, "not at the head of the queue"
         preemptions += preempted
@@ -278,6 +279,19 @@ def test_preempted_with_its_last_token_in_flight() -> None:
         engine.step()
     engine.run()
     assert (old.num_output_tokens, young.num_output_tokens) == (3, 1)
+
+
+def test_step_that_only_preempts_is_counted() -> None:
+    """The old sequence waits for its last token to be read, the young one needs a block and gives up its own: there
+    is nothing left to launch, and the preemption must not vanish with the step."""
+    engine = StubEngine(num_blocks=3, block_size=2, enable_prefix_caching=False)
+    engine.scheduler.estimator._mean_output_tokens = 1.0
+    engine.add([1, 1, 1], max_tokens=2)
+    engine.add([2], max_tokens=4, min_tokens=4, stop_ids=(0,))
+    batches = [engine.step() for _ in range(3)]
+    assert [len(batch.sequences) for batch in batches] == [2, 2, 0]
+    assert [batch.num_preemptions for batch in batches] == [0, 0, 1]
+    engine.run()
 
 
 def test_big_request_is_not_overtaken() -> None:
@@ -464,7 +478,7 @@ def test_reset_leaves_nothing_behind() -> None:
     engine.add([1] * 40, max_tokens=2)
     assert engine.scheduler.waiting and engine.scheduler.running and engine.manager.num_used_blocks
     engine.fail()
-    assert not engine.scheduler.has_sequences and engine.scheduler.schedule() is None
+    assert not engine.scheduler.has_sequences and not engine.scheduler.schedule().sequences
     assert {seq.finish_reason for seq in engine.sequences} == {"abort"}
     small = engine.add([0], max_tokens=2)
     engine.step()
@@ -531,7 +545,7 @@ def step_seconds(scheduler: Scheduler, num_steps: int) -> float:
     started = time.perf_counter()
     for _ in range(num_steps):
         batch = scheduler.schedule()
-        assert batch is not None
+        assert batch.sequences
         scheduler.postprocess(batch, [7] * len(batch.sampled_sequences))
     return time.perf_counter() - started
 

@@ -1,0 +1,56 @@
+"""From token ids and params to the sequences of a request."""
+
+import random
+from array import array
+
+import xxhash
+
+from nanovllm.engine.inputs import InputProcessor
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+class RequestFactory:
+    """Gives requests their ids and seeds, and the lengths and tokens that end them."""
+
+    def __init__(self, inputs: InputProcessor, *, seed: int | None, salt_above: int | None) -> None:
+        """
+        Args:
+            inputs: the engine's limits.
+            seed: of the requests that bring none; None draws from the operating system.
+            salt_above: under a rotary embedding that depends on the prompt's length, the length above which it does.
+        """
+        self._inputs = inputs
+        self._salt_above = salt_above
+        self._random = random.Random(seed)
+        self._next_seq_id = 0
+
+    def make(self, token_ids: "array[int]", params: SamplingParams) -> Sequence:
+        """The first sample of a request, which holds the others."""
+        # Equal prefixes of prompts of different length are different content then.
+        is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        max_total_tokens = self._inputs.max_total_tokens(len(token_ids), params.max_tokens)
+        stop_ids = self._inputs.stop_ids(params)
+        request_id = self._next_seq_id
+        self._next_seq_id += params.n
+        first, *others = (
+            Sequence(
+                request_id + index,
+                token_ids,
+                params,
+                request_id=request_id,
+                seed=sample_seed(seed, index),
+                max_total_tokens=max_total_tokens,
+                stop_ids=stop_ids,
+                cache_salt=len(token_ids) if is_salted else 0,
+            )
+            for index in range(params.n)
+        )
+        first.other_samples = others
+        return first
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Seed of a request's sample: sample 0 has the request's own, as if it were alone."""
+    return seed if index == 0 else xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"), seed=seed)
