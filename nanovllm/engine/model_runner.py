@@ -86,6 +86,9 @@ class ModelRunner:
         # The last row is written by padding, and read by nobody.
         self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda":
+            self._bind_kv_cache(1)
+            self._compile_ahead()
         self.num_kv_blocks = self._num_kv_blocks()
         self._bind_kv_cache(self.num_kv_blocks)
         if self._wants_graphs:
@@ -210,16 +213,27 @@ class ModelRunner:
             raise ValueError(f"the KV cache gets {num_bytes} bytes, but one block takes {block_bytes}")
         return num_bytes // block_bytes
 
+    def _largest_batch(self) -> PackedBatch:
+        config = self.config
+        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        query_len = min(-(-config.max_num_batched_tokens // num_seqs), self.max_model_len)
+        return dummy_batch(num_seqs, query_len, dummy_slot=config.max_num_seqs, num_filters=num_seqs)
+
+    @torch.inference_mode()
+    def _compile_ahead(self) -> None:
+        """Compiles all kernels at once, rather than each when a step first comes to it."""
+        dummy_slot = self.config.max_num_seqs
+        with torch.cuda.device(self.device), kernels.compiling_ahead():
+            batches = [dummy_batch(size, 1, dummy_slot=dummy_slot, num_filters=size) for size in (1, 64, 128, 256)]
+            for batch in (*batches, self._largest_batch()):
+                self._execute(view_flat(upload(batch, self.device), batch))
+
     @torch.inference_mode()
     def _measure_reserve(self) -> int:
         """Bytes that the largest step and the CUDA graphs take beside weights and KV cache. Runs them."""
-        config, dummy_slot = self.config, self.config.max_num_seqs
-        self._bind_kv_cache(1)
-        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        query_len = min(-(-config.max_num_batched_tokens // num_seqs), self.max_model_len)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self.run(dummy_batch(num_seqs, query_len, dummy_slot=dummy_slot, num_filters=num_seqs))
+        self.run(self._largest_batch())
         activations = torch.cuda.max_memory_allocated(self.device) - before
         graphs = 0
         if self._wants_graphs:

@@ -6,7 +6,11 @@ of them can be captured in a CUDA graph), and allocates its result with `torch.e
 `TRITON_INTERPRET=1` the same code runs on CPU tensors, slowly; that is how the tests check it without a GPU.
 """
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -24,3 +28,31 @@ def are_installed() -> bool:
 def serve(x: torch.Tensor) -> bool:
     """Whether these kernels, not plain torch, work on a tensor: where it is on a CUDA device with triton at hand."""
     return x.is_cuda and are_installed()
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Inside, kernels are compiled instead of launched, several at a time; leaving waits for them.
+
+    Whatever a kernel would have written is left as it was, so the results of what runs inside mean nothing.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    if not hasattr(triton, "AsyncCompileMode"):  # an older triton: kernels compile when they are launched
+        yield
+        return
+    launch = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
+        return launch(kernel, *args, **{**options, "warmup": True})
+
+    with ThreadPoolExecutor() as executor:
+        JITFunction.run = compile_only
+        try:
+            with triton.AsyncCompileMode(executor) as mode:
+                yield
+        finally:
+            JITFunction.run = launch
+        compiled = [future.result() for future in mode.future_kernels.values()]
+        list(executor.map(lambda kernel: kernel.run, compiled))  # builds and loads what launches it

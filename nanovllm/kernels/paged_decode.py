@@ -32,7 +32,6 @@ PROGRAMS_PER_MULTIPROCESSOR = 4  # what 128 threads of 128 registers leave room 
 MAX_REGISTERS = 128
 SHORTEST_SHARE = 2  # tiles; shorter ones don't amortise loading q and storing the partial result
 PLAN_BLOCK = 1024  # sequences that the planning kernel looks at at a time
-MERGE_ROWS = 16  # rows of partial results that are joined at a time, of all query heads together
 
 
 @dataclass(frozen=True)
@@ -348,7 +347,7 @@ def paged_decode_attention(
         DIMS=dims,
         PAGE=page,
         TILE=plan.tile,
-        MERGE=max(MERGE_ROWS // heads, 1),
+        MERGE=8 if heads <= 2 else 1,  # at a time; what the registers hold without spilling
         MERGE_HEADS=heads,
         PRECISION=dot_precision(q.dtype),
         num_warps=4,

@@ -13,9 +13,12 @@ import triton.language as tl
 from nanovllm.kernels.common import has_dependent_launch, launch_options, num_multiprocessors, wait_for_previous_kernel
 
 MAX_ROWS = 128  # with more, arithmetic counts, and a library's kernels do that better
+MAX_ROWS_IN_PIECES = 256
 MAX_WEIGHT_BYTES = 16 << 20  # larger weights keep the memory busy anyhow, and don't fit the L2 cache
 MAX_PIECES = 4
 INNER = 128  # of the inner dimension at a time
+# Up to so many rows of x -> (rows and columns of a program, warps, stages); the best of a sweep on an H200.
+_TILES = {16: (16, 64, 4, 4), 64: (64, 32, 4, 4), MAX_ROWS: (64, 64, 4, 4), float("inf"): (128, 64, 8, 3)}
 
 
 @triton.jit
@@ -83,10 +86,10 @@ def _skinny_linear_kernel(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
 
 
-def suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def suits(x: torch.Tensor, weight: torch.Tensor, *, in_pieces: bool = False) -> bool:
     """Whether `skinny_linear` serves x [num_rows, in_features] and a weight better than a library's product."""
     return (
-        len(x) <= MAX_ROWS
+        len(x) <= (MAX_ROWS_IN_PIECES if in_pieces else MAX_ROWS)
         and weight.nbytes <= MAX_WEIGHT_BYTES
         and weight.shape[1] % INNER == 0
         and weight.element_size() == 2
@@ -118,7 +121,7 @@ def skinny_linear(
     if bias is not None and (silu_and_mul or in_pieces):
         raise ValueError("a bias goes with neither silu_and_mul nor in_pieces")
     out_features = weight.shape[0] // (2 if silu_and_mul else 1)
-    rows, columns, swap = (16, 64, True) if num_rows <= 16 else (64, 32 if num_rows <= 64 else 64, False)
+    rows, columns, num_warps, num_stages = next(tile for limit, tile in _TILES.items() if num_rows <= limit)
     grid = (triton.cdiv(out_features, columns), triton.cdiv(num_rows, rows))
     num_pieces = 1
     if in_pieces:
@@ -145,12 +148,12 @@ def skinny_linear(
         COLUMNS=columns,
         INNER=INNER,
         LINES=1 << ((piece * weight.element_size() // 128).bit_length() - 1),  # a power of two, so perhaps not all
-        SWAP=swap,
+        SWAP=rows == 16,
         SILU=silu_and_mul,
         BIAS=bias is not None,
         PARTIAL=num_pieces > 1,
-        num_warps=4,
-        num_stages=4,
+        num_warps=num_warps,
+        num_stages=num_stages,
         **launch_options(x.device),
     )
     return out

@@ -28,7 +28,7 @@ class Linear(nn.Module):
     def in_pieces(self, x: torch.Tensor) -> torch.Tensor:
         """What `forward` gives, or float32 partial sums of it [num_pieces, T, out_features], as a GPU likes it better.
         `RMSNorm.add_and_normalize` takes either."""
-        if self.bias is None and _is_skinny(x, self.weight):
+        if self.bias is None and _is_skinny(x, self.weight, in_pieces=True):
             from nanovllm.kernels.skinny_linear import skinny_linear
 
             return skinny_linear(x, self.weight, in_pieces=True)
@@ -66,10 +66,10 @@ class GatedLinear(MergedLinear):
         return silu_and_mul(F.linear(x, self.weight, self.bias))
 
 
-def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _is_skinny(x: torch.Tensor, weight: torch.Tensor, *, in_pieces: bool = False) -> bool:
     """Whether this project's kernel multiplies faster than the library."""
     if not kernels.serve(x):
         return False
     from nanovllm.kernels import skinny_linear
 
-    return skinny_linear.suits(x, weight)
+    return skinny_linear.suits(x, weight, in_pieces=in_pieces)

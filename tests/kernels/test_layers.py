@@ -10,7 +10,7 @@ from nanovllm.layers.linear import GatedLinear, Linear, MergedLinear
 from tests.kernels.reference import assert_as_exact_as_torch
 
 
-@pytest.mark.parametrize("num_rows", [1, 20, 130])
+@pytest.mark.parametrize("num_rows", [1, 20, 130, 260])
 @pytest.mark.parametrize("bias", [False, True])
 def test_feed_forward_block(num_rows, bias, device, generator, monkeypatch):
     linear, gated, down = MergedLinear(128, {"a": 128}, bias), GatedLinear(128, 256, bias), Linear(256, 128, bias)
@@ -31,8 +31,12 @@ def test_feed_forward_block(num_rows, bias, device, generator, monkeypatch):
         patch.setattr(skinny_linear, "has_dependent_launch", lambda device: True)
         patch.setattr(kernels, "serve", lambda x: True)
         actual = block(x, residual)
-    is_skinny = num_rows <= 128
-    assert len(served) == (0 if not is_skinny else 2 if bias else 3)
-    assert not is_skinny or bias or served[-1].dim() == 3, "the last product is to come in pieces"
+    if num_rows > 256:
+        assert not served
+    elif bias:
+        assert len(served) == (2 if num_rows <= 128 else 0)
+    else:
+        assert len(served) == (3 if num_rows <= 128 else 1)
+        assert served[-1].dim() == 3, "the last product is to come in pieces"
     monkeypatch.setattr(kernels, "serve", lambda x: False)
     assert_as_exact_as_torch(actual, block, x, residual, floor=1e-2)

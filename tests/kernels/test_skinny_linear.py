@@ -6,7 +6,16 @@ from nanovllm.kernels import skinny_linear as module
 from nanovllm.kernels.skinny_linear import skinny_linear
 from tests.kernels.reference import assert_as_exact_as_torch
 
-SIZES = [(1, 128, 64), (3, 256, 80), (16, 1024, 96), (17, 384, 32), (64, 256, 200), (65, 512, 64), (128, 256, 72)]
+SIZES = [
+    (1, 128, 64),
+    (3, 256, 80),
+    (16, 1024, 96),
+    (17, 384, 32),
+    (64, 256, 200),
+    (65, 512, 64),
+    (128, 256, 72),
+    (200, 128, 64),
+]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -40,7 +49,14 @@ def test_gated_product(num_rows, in_features, out_features, dtype, device, gener
 
 @pytest.mark.parametrize(
     ("num_rows", "in_features", "out_features", "num_pieces"),
-    [(16, 1024, 96, 4), (5, 768, 64, 2), (3, 384, 64, 1), (128, 1024, 128, 4), (16, 512, 64 * 40, 2)],
+    [
+        (16, 1024, 96, 4),
+        (5, 768, 64, 2),
+        (3, 384, 64, 1),
+        (128, 1024, 128, 4),
+        (16, 512, 64 * 40, 2),
+        (200, 1024, 64, 4),
+    ],
 )
 def test_pieces_add_up(num_rows, in_features, out_features, num_pieces, device, generator, monkeypatch):
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
@@ -62,7 +78,9 @@ def test_what_suits(device, monkeypatch):
     x = torch.empty(128, 256, dtype=torch.bfloat16, device=device)
     assert module.suits(x, weight)
     assert not module.suits(x.float(), weight.float())
-    assert not module.suits(torch.empty(129, 256, device=device), weight)
+    more = torch.empty(129, 256, dtype=torch.bfloat16, device=device)
+    assert not module.suits(more, weight)
+    assert module.suits(more, weight, in_pieces=True)
     assert not module.suits(x, torch.empty(64, 200, dtype=torch.bfloat16, device=device))
     assert not module.suits(x, torch.empty(1, dtype=torch.bfloat16, device=device).expand(64 << 10, 256))
     monkeypatch.setattr(module, "has_dependent_launch", lambda device: False)
