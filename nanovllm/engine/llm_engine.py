@@ -9,9 +9,9 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import decode_output
 from nanovllm.engine.inputs import InputProcessor, Prompt
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
@@ -66,6 +66,7 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             num_kv_tokens=num_blocks * block_size,
         )
+        self.texts = OutputTexts(self.tokenizer)
         self._salt_above = spec.max_position_embeddings if spec.rope.depends_on_length else None
         self._random = random.Random(self.config.seed)
         self._next_seq_id = 0
@@ -192,10 +193,15 @@ class LLMEngine:
         if previous is not None:
             batch, handle = previous
             token_ids = handle.read()
+            stop_strings = {}
             for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
-                if not seq.is_finished:
+                if seq.is_finished:
+                    continue
+                if not seq.is_streamed:
                     output.new_token_ids[seq.seq_id] = [token_id]
-            self._retire(self.scheduler.postprocess(batch, token_ids))
+                if seq.text is not None and (found := seq.text.push(token_id)) is not None:
+                    stop_strings[seq.seq_id] = found
+            self._retire(self.scheduler.postprocess(batch, token_ids, stop_strings))
         output.num_used_blocks = self.block_manager.num_used_blocks
         output.num_free_blocks = self.block_manager.num_free_blocks
         return output
@@ -205,9 +211,10 @@ class LLMEngine:
         self.scheduler.add(seq)
 
     def _retire(self, sequences: list[Sequence]) -> None:
-        """Keeps finished sequences to be reported."""
+        """Keeps finished sequences to be reported; those that are streamed are watched by who streams them."""
         for seq in sequences:
-            self._ended[seq.seq_id] = seq
+            if not seq.is_streamed:
+                self._ended[seq.seq_id] = seq
             self._unfinished.pop(seq.seq_id, None)
         self._drop_idle_step()
 
@@ -236,12 +243,12 @@ class LLMEngine:
                 seq.end("abort")
         self._retire(sequences)
 
-    def _make_sequences(self, prompts: Any, sampling_params: Any) -> list[Sequence]:
+    def _make_sequences(self, prompts: Any, sampling_params: Any, is_streamed: bool = False) -> list[Sequence]:
         token_ids = self.inputs.process_prompts(prompts)
         params = self.inputs.process_params(sampling_params, len(token_ids))
-        return [self._make_sequence(ids, one) for ids, one in zip(token_ids, params, strict=True)]
+        return [self._make_sequence(ids, one, is_streamed) for ids, one in zip(token_ids, params, strict=True)]
 
-    def _make_sequence(self, token_ids: Any, params: SamplingParams) -> Sequence:
+    def _make_sequence(self, token_ids: Any, params: SamplingParams, is_streamed: bool) -> Sequence:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_token_ids
@@ -259,19 +266,17 @@ class LLMEngine:
             # Under a rotary embedding that depends on the prompt's length, equal prefixes of prompts of
             # different length are different content.
             cache_salt=len(token_ids) if is_salted else 0,
+            text=self.texts.follow(token_ids, params, is_streamed=is_streamed),
+            is_streamed=is_streamed,
         )
         self._next_seq_id += 1
         return seq
 
     def _make_output(self, seq: Sequence) -> RequestOutput:
-        prompt_ids, output_ids = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids
-        text = ""
-        if self.tokenizer is not None:
-            text = decode_output(self.tokenizer, prompt_ids, output_ids, seq.params.skip_special_tokens)
         return RequestOutput(
-            text=text,
-            token_ids=output_ids.tolist(),
-            prompt_token_ids=prompt_ids.tolist(),
+            text=self.texts.text_of(seq),
+            token_ids=seq.output_token_ids.tolist(),
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens].tolist(),
             finish_reason=seq.finish_reason or "",
             stop_reason=seq.stop_reason,
             num_cached_tokens=seq.num_cached_tokens or 0,

@@ -8,11 +8,11 @@ class RequestOutput(TypedDict):
     """The result of one request.
 
     Keys:
-        text: the decoded output, without the prompt.
+        text: the decoded output, without the prompt; cut before (or after) the stop string that ended it.
         token_ids: the output tokens, a token that ended the request included.
         prompt_token_ids: the prompt as the model saw it.
-        finish_reason: "stop" (an end-of-sequence or stop token), "length" or "abort".
-        stop_reason: the token id that ended the request, None unless the reason is "stop".
+        finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" or "abort".
+        stop_reason: the token id or the stop string that ended the request, None unless the reason is "stop".
         num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
     """
 
@@ -20,8 +20,25 @@ class RequestOutput(TypedDict):
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str
-    stop_reason: int | None
+    stop_reason: int | str | None
     num_cached_tokens: int
+
+
+class OutputDelta(TypedDict):
+    """What became known of a request since its last delta. The deltas of a request add up to its `RequestOutput`.
+
+    Keys:
+        index: of the prompt in the call.
+        text: new text, in whole characters. Text that may be the beginning of a stop string comes once it isn't.
+        token_ids: new output tokens. Their text may come with a later delta.
+        finish_reason, stop_reason: those of `RequestOutput` in the last delta; None before.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
 
 
 @dataclass
@@ -30,8 +47,8 @@ class StepOutput:
     step before, which is read while the new one runs.
 
     Attributes:
-        finished: seq_id -> result of each request that ended.
-        new_token_ids: seq_id -> tokens that became known.
+        finished: seq_id -> result of each request that ended, save streamed ones.
+        new_token_ids: seq_id -> tokens that became known, save streamed ones.
         num_prefill_tokens: prompt tokens computed (or computed again after a preemption).
         num_decode_tokens: output tokens computed.
         num_cached_tokens: prompt tokens found in the prefix cache instead.
