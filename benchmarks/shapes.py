@@ -1,5 +1,6 @@
 """Checkpoint folders without weights, for `load_format="dummy"`: throughput doesn't depend on the values."""
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -43,3 +44,18 @@ def shape_folder(name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
     (folder / "config.json").write_text(json.dumps(SHAPES[name]))
     return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Adds a byte-level tokenizer that knows all of the config's ids but the last few: bytes, then made-up words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    num_ids = json.loads((folder / "config.json").read_text())["vocab_size"]
+    letters = "etaoinshrdlucmfwypvbgk"
+    words = ("Ġ" + "".join(word) for word in itertools.product(letters, repeat=4))
+    tokens = itertools.chain(sorted(pre_tokenizers.ByteLevel.alphabet()), words)
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in zip(range(num_ids), tokens, strict=False)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

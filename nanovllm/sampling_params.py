@@ -1,6 +1,6 @@
 """What one request may ask for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,8 +37,14 @@ class SamplingParams:
         min_p: drop tokens less probable than this times the most probable one, in [0, 1].
         seed: of the request's random numbers, in [0, 2**64): its tokens are repeatable alone or in any batch, as far
             as the logits are (exactly in float32 on a CPU; a GPU rounds differently in batches of other sizes).
+        stop: a string, or several: the request ends with the token that completes one of them in the text of its output
+            (also when `ignore_eos` is set). The text ends before it, while the token ids have all tokens up to that
+            one. If a token completes several, the one that begins first counts, then the shortest.
+        include_stop_str_in_output: the text ends after the stop string instead.
         stop_token_ids: end the request when one of these is emitted (also when `ignore_eos` is set).
-        min_tokens: neither an end-of-sequence token nor a stop token is sampled before this many.
+        min_tokens: neither an end-of-sequence token nor a stop token is sampled before this many. Stop strings are not
+            looked for in the text that these tokens complete: one that begins there and ends later counts, one that
+            ends there doesn't.
         skip_special_tokens: leave special tokens out of the text.
         n: independent samples of the prompt, at least 1; more than one only if sampling is not greedy. Sample 0 is
             what n=1 gives, and the samples of a seeded request are repeatable.
@@ -51,6 +57,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
@@ -67,6 +75,8 @@ class SamplingParams:
             "top_k": check_int("top_k", self.top_k, -1),
             "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
             "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
+            "stop": _strings("stop", self.stop),
+            "include_stop_str_in_output": check_bool("include_stop_str_in_output", self.include_stop_str_in_output),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
             "n": check_int("n", self.n, 1),
@@ -100,6 +110,19 @@ class SamplingParams:
     def has_filter(self) -> bool:
         """Whether top_k, top_p or min_p can drop a token. Greedy keeps the best token under any filter."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value
+    if isinstance(strings, bytes) or not isinstance(strings, Iterable):
+        raise TypeError(f"{name} must be a string or a list of strings, got {value!r}")
+    strings = tuple(strings)
+    for string in strings:
+        if not isinstance(string, str):
+            raise TypeError(f"each of {name} must be a string, got {string!r}")
+        if not string:
+            raise ValueError(f"{name} must not hold the empty string, which ends every text")
+    return tuple(dict.fromkeys(strings))
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ class LengthEstimator:
 
     def observe(self, seq: Sequence) -> None:
         """Learns from a finished sequence."""
-        if not seq.stop_ids:
+        if not seq.can_stop_early:
             return
         if self._mean_output_tokens is None:
             self._mean_output_tokens = float(seq.num_output_tokens)
@@ -32,7 +32,7 @@ class LengthEstimator:
 
     def expected_total_tokens(self, seq: Sequence) -> int:
         """Prompt and output tokens at the end; at least one more than now unless the limit is reached."""
-        if not seq.stop_ids or self._mean_output_tokens is None:
+        if not seq.can_stop_early or self._mean_output_tokens is None:
             return seq.max_total_tokens
         # One that has outlived the mean is expected to go on for half of it again.
         outlived = seq.num_output_tokens + self._mean_output_tokens / 2

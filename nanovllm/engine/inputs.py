@@ -94,7 +94,7 @@ class InputProcessor:
         Raises:
             TypeError: something is not a SamplingParams.
             ValueError: the list's length is not the number of prompts, a stop token is not in the vocabulary, or
-                min_tokens bans every token.
+                min_tokens bans every token, or there are stop strings and no tokenizer.
         """
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -106,6 +106,11 @@ class InputProcessor:
         for index, one in enumerate(params):
             if not isinstance(one, SamplingParams):
                 raise TypeError(f"sampling params {index}: must be a SamplingParams, got {one!r:.80}")
+            if one.stop and self.tokenizer is None:
+                raise ValueError(
+                    f"prompt {index}: stop={one.stop!r:.80} needs a tokenizer, and this model has none: "
+                    "use stop_token_ids"
+                )
             for token_id in one.stop_token_ids:
                 if token_id >= self.vocab_size:
                     raise ValueError(

@@ -9,10 +9,10 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import decode_output
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import RequestOutput, SampleOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
@@ -74,8 +74,10 @@ class LLMEngine:
             num_sampled_ids=num_sampled_ids,
             eos_token_ids=self.eos_token_ids,
         )
+        self.texts = OutputTexts(self.tokenizer)
         self.requests = RequestFactory(
             self.inputs,
+            self.texts,
             seed=self.config.seed,
             salt_above=spec.max_position_embeddings if spec.rope.depends_on_length else None,
         )
@@ -221,10 +223,15 @@ class LLMEngine:
         if previous is not None:
             batch, handle = previous
             token_ids = handle.read()
+            stop_strings = {}
             for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
-                if not seq.is_finished:
+                if seq.is_finished:
+                    continue
+                if not seq.is_streamed:
                     output.new_token_ids[seq.seq_id] = [token_id]
-            self._retire(self.scheduler.postprocess(batch, token_ids))
+                if seq.text is not None and (found := seq.text.push(token_id)) is not None:
+                    stop_strings[seq.seq_id] = found
+            self._retire(self.scheduler.postprocess(batch, token_ids, stop_strings))
         output.num_used_blocks = self.block_manager.num_used_blocks
         output.num_free_blocks = self.block_manager.num_free_blocks
         return output
@@ -235,11 +242,13 @@ class LLMEngine:
             self.scheduler.add(sample)
 
     def _retire(self, sequences: list[Sequence]) -> None:
-        """Keeps the requests of finished sequences to be reported, if all their samples have finished."""
+        """Keeps the requests of finished sequences to be reported, if all their samples have finished; those that are
+        streamed are watched by who streams them."""
         for seq in sequences:
             request = self._unfinished.get(seq.request_id)
             if request is not None and all(sample.is_finished for sample in request.samples):
-                self._ended[request.seq_id] = request
+                if not request.is_streamed:
+                    self._ended[request.seq_id] = request
                 del self._unfinished[request.seq_id]
         self._drop_idle_step()
 
@@ -288,13 +297,9 @@ class LLMEngine:
         return output
 
     def _make_sample(self, seq: Sequence) -> SampleOutput:
-        prompt_ids, output_ids = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids
-        text = ""
-        if self.tokenizer is not None:
-            text = decode_output(self.tokenizer, prompt_ids, output_ids, seq.params.skip_special_tokens)
         return SampleOutput(
-            text=text,
-            token_ids=output_ids.tolist(),
+            text=self.texts.text_of(seq),
+            token_ids=seq.output_token_ids.tolist(),
             finish_reason=seq.finish_reason or "",
             stop_reason=seq.stop_reason,
         )

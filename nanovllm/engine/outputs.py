@@ -8,16 +8,16 @@ class SampleOutput(TypedDict):
     """One sample of a request.
 
     Keys:
-        text: the decoded output, without the prompt.
+        text: the decoded output, without the prompt; cut before (or after) the stop string that ended it.
         token_ids: the output tokens, a token that ended the sample included.
-        finish_reason: "stop" (an end-of-sequence or stop token), "length" or "abort".
-        stop_reason: the token id that ended the sample, None unless the reason is "stop".
+        finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" or "abort".
+        stop_reason: the token id or the stop string that ended the sample, None unless the reason is "stop".
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
-    stop_reason: int | None
+    stop_reason: int | str | None
 
 
 class _Result(SampleOutput):
@@ -37,14 +37,34 @@ class RequestOutput(_Result, total=False):
     samples: list[SampleOutput]
 
 
+class OutputDelta(TypedDict):
+    """What became known of a sample since its last delta. The deltas of a sample add up to its output.
+
+    Keys:
+        index: of the prompt in the call.
+        sample: index of the sample, 0 unless several were asked for.
+        text: new text, in whole characters. Text that may be the beginning of a stop string comes once it isn't.
+        token_ids: new output tokens. Their text may come with a later delta.
+        finish_reason, stop_reason: those of `SampleOutput` in the last delta; None before.
+    """
+
+    index: int
+    sample: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
 @dataclass
 class StepOutput:
     """What one `step()` did. The counts are of the step launched; tokens and finished requests are those of the
     step before, which is read while the new one runs.
 
     Attributes:
-        finished: seq_id -> result of each request that ended, with all its samples.
-        new_token_ids: seq_id -> tokens that became known. Sample i of a request is under the request's seq_id + i.
+        finished: seq_id -> result of each request that ended, with all its samples, save streamed ones.
+        new_token_ids: seq_id -> tokens that became known, save streamed ones. Sample i of a request is under the
+            request's seq_id + i.
         num_prefill_tokens: prompt tokens computed (or computed again after a preemption).
         num_decode_tokens: output tokens computed.
         num_cached_tokens: prompt tokens found in the prefix cache instead.

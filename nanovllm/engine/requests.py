@@ -6,6 +6,7 @@ from array import array
 import xxhash
 
 from nanovllm.engine.inputs import InputProcessor
+from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -13,19 +14,20 @@ from nanovllm.sampling_params import SamplingParams
 class RequestFactory:
     """Gives requests their ids and seeds, and the lengths and tokens that end them."""
 
-    def __init__(self, inputs: InputProcessor, *, seed: int | None, salt_above: int | None) -> None:
+    def __init__(self, inputs: InputProcessor, texts: OutputTexts, *, seed: int | None, salt_above: int | None) -> None:
         """
         Args:
             inputs: the engine's limits.
+            texts: follows the outputs whose text is needed while they grow.
             seed: of the requests that bring none; None draws from the operating system.
             salt_above: under a rotary embedding that depends on the prompt's length, the length above which it does.
         """
-        self._inputs = inputs
+        self._inputs, self._texts = inputs, texts
         self._salt_above = salt_above
         self._random = random.Random(seed)
         self._next_seq_id = 0
 
-    def make(self, token_ids: "array[int]", params: SamplingParams) -> Sequence:
+    def make(self, token_ids: "array[int]", params: SamplingParams, *, is_streamed: bool = False) -> Sequence:
         """The first sample of a request, which holds the others."""
         # Equal prefixes of prompts of different length are different content then.
         is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
@@ -44,6 +46,8 @@ class RequestFactory:
                 max_total_tokens=max_total_tokens,
                 stop_ids=stop_ids,
                 cache_salt=len(token_ids) if is_salted else 0,
+                text=self._texts.follow(token_ids, params, is_streamed=is_streamed),
+                is_streamed=is_streamed,
             )
             for index in range(params.n)
         )

@@ -1,7 +1,7 @@
 """Which tokens each step computes. Policy only: no tensors, no device."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nanovllm.engine.admission import BlockForecast, LengthEstimator
@@ -97,19 +97,26 @@ class Scheduler:
         batch.move_single_tokens_first()
         return batch
 
-    def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
+    def postprocess(
+        self, batch: ScheduledBatch, token_ids: list[int], stop_strings: Mapping[int, str] | None = None
+    ) -> list[Sequence]:
         """Appends the tokens of a step to its sampled sequences; returns those that it finished.
 
         A sequence that ended meanwhile drops its token.
+
+        Args:
+            stop_strings: seq_id -> the stop string that the token completes in the text, which is not known here.
         """
+        stop_strings = stop_strings or {}
         finished = []
         for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
             if seq.is_finished:
                 continue
             seq.num_in_flight -= 1
             seq.token_ids.append(token_id)
-            if token_id in seq.stop_ids:
-                seq.stop_reason = token_id
+            if seq.seq_id in stop_strings or token_id in seq.stop_ids:
+                # Of a stop token that completes a stop string, the string counts: its text is to be cut.
+                seq.stop_reason = stop_strings.get(seq.seq_id, token_id)
                 self.finish(seq, "stop")
             elif len(seq.token_ids) >= seq.max_total_tokens:
                 self.finish(seq, "length")

@@ -3,6 +3,7 @@
 from array import array
 from enum import Enum, auto
 
+from nanovllm.engine.output_text import OutputText
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -13,7 +14,8 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """State of one sample of a request. The scheduler and the block manager own every field that changes.
+    """State of one sample of a request. The scheduler and the block manager own every field that changes, but `text`,
+    which is the engine's.
 
     The samples of a request (`SamplingParams.n`) have consecutive seq_ids, and the first one's is the request's.
     To the scheduler they are sequences like any others; their first sample holds them together.
@@ -28,6 +30,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "finish_reason",
+        "is_streamed",
         "last_content_id",
         "max_total_tokens",
         "num_cached_tokens",
@@ -44,6 +47,7 @@ class Sequence:
         "status",
         "stop_ids",
         "stop_reason",
+        "text",
         "token_ids",
     )
 
@@ -58,6 +62,8 @@ class Sequence:
         max_total_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
         cache_salt: int = 0,
+        text: OutputText | None = None,
+        is_streamed: bool = False,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -69,6 +75,8 @@ class Sequence:
             max_total_tokens: the sequence ends when prompt and output reach this many tokens.
             stop_ids: tokens that end the sequence.
             cache_salt: sequences share prefix blocks only under the same salt.
+            text: follows the output, where stop strings or a stream need that.
+            is_streamed: whoever asked for it looks at the sequence itself: no step reports it.
         """
         self.seq_id = seq_id
         self.request_id = seq_id if request_id is None else request_id
@@ -80,13 +88,15 @@ class Sequence:
         self.max_total_tokens = max_total_tokens
         self.stop_ids = stop_ids
         self.cache_salt = cache_salt
+        self.text = text
+        self.is_streamed = is_streamed
 
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.num_in_flight = 0
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.finish_reason: str | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")
@@ -120,6 +130,11 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def can_stop_early(self) -> bool:
+        """Whether anything but its length can end the sequence."""
+        return bool(self.stop_ids or self.params.stop)
 
     @property
     def is_decoding(self) -> bool:

@@ -1,5 +1,6 @@
 """What one forward pass knows beside its tokens and positions: the batch's layout in the KV cache."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,29 +37,33 @@ class ForwardContext:
     prefill_plan: Any = None
 
 
-_current: ForwardContext | None = None
+class _State(threading.local):
+    """One forward a thread: engines may run side by side."""
+
+    current: ForwardContext | None = None
+
+
+_state = _State()
 
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
     """Sets the context of the forward that runs inside. Nesting is an error."""
-    global _current
-    if _current is not None:
+    if _state.current is not None:
         raise RuntimeError("a forward is running already: forward contexts don't nest")
     try:
-        _current = context
+        _state.current = context
         yield
     finally:
-        _current = None
+        _state.current = None
 
 
 def clear_forward_context() -> None:
     """Ends whatever forward an interrupt has cut off, even within the lines above."""
-    global _current
-    _current = None
+    _state.current = None
 
 
 def get_forward_context() -> ForwardContext:
-    if _current is None:
+    if _state.current is None:
         raise RuntimeError("no forward is running: call the model inside forward_context()")
-    return _current
+    return _state.current

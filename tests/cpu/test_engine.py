@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import llm_engine, model_runner
+from nanovllm.engine import llm_engine, model_runner, output_text
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
@@ -439,7 +439,7 @@ def test_failing_detokenizer(
 
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(Failure):
-            patch.setattr(llm_engine, "decode_output", decode)
+            patch.setattr(output_text, "decode_output", decode)
             llm.generate(["abc", "d"], GREEDY, use_tqdm=False)
         assert tokens_of(llm.generate(["abc", "d"], GREEDY, use_tqdm=False)) == tokens_of(expected)
     assert_idle(llm)
@@ -449,7 +449,7 @@ def test_detokenizer_that_fails_once(byte_llama: Path, make_llm: Any, monkeypatc
     """Guards against results that are lost when a Ctrl-C comes while a step turns them into text: a later step has
     them all."""
     llm = make_llm(byte_llama)
-    original = llm_engine.decode_output
+    original = output_text.decode_output
     expected = tokens_of(llm.generate(["abc", "d", "ef"], GREEDY, use_tqdm=False))
     for call in range(3):
         seq_ids = [llm.add_request(prompt, GREEDY) for prompt in ("abc", "d", "ef")]
@@ -461,7 +461,7 @@ def test_detokenizer_that_fails_once(byte_llama: Path, make_llm: Any, monkeypatc
             return original(*args)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(llm_engine, "decode_output", decode)
+            patch.setattr(output_text, "decode_output", decode)
             finish(llm)
         finished = finish(llm)
         assert set(finished) == set(seq_ids)
@@ -568,7 +568,7 @@ def test_interrupt_at_any_line(
             assert max(len(step.new_token_ids) for step in steps) == 2, "a slot is lost"
         except Exception as error:
             broken.append(f"{line[0]}:{line[1]}: {type(error).__name__}: {str(error).splitlines()[0][:60]}")
-            monkeypatch.setattr("nanovllm.utils.context._current", None)  # so that one fault is not seen twice
+            monkeypatch.setattr("nanovllm.utils.context._state.current", None)  # so that one fault is not seen twice
             llm = make()
     assert num_interrupted > len(lines) / 2
     assert not broken, "\n".join(broken)

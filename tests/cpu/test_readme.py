@@ -1,7 +1,10 @@
 """What the README promises runs: its commands are CI's, its example works, its tables name what exists."""
 
+import ast
+import asyncio
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,21 @@ def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(example, names)
     names["llm"].close()
     assert len(capsys.readouterr().out.splitlines()) >= len(names["prompts"])
+
+
+def test_streaming_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plain one, then that for asyncio, with another model in the place of its path."""
+    save_random_model(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    model = f'LLM("{tmp_path}", num_kvcache_blocks=8, device="cpu")'
+    plain, coroutine = code_blocks("py")
+    names: dict[str, Any] = {"params": SamplingParams(max_tokens=5), **vars(nanovllm)}
+    exec(f"with {model} as llm:\n" + textwrap.indent(plain, "    "), names)
+    assert capsys.readouterr().out
+    code = compile(re.sub(r'LLM\(".*?"\)', model, coroutine), "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    asyncio.run(eval(code, names))
+    assert names["output"]["token_ids"]
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings", [Config, SamplingParams])

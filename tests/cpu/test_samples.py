@@ -273,3 +273,13 @@ def test_progress_bar_counts_requests(llm: LLM, prompts: list[list[int]], capsys
     llm.generate(prompts[:2], PARAMS)
     last = capsys.readouterr().err.strip().split("\r")[-1]
     assert "2/2" in last and "100%" in last
+
+
+def test_streamed_samples(llm: LLM, prompts: list[list[int]], expected: list[list[list[int]]]) -> None:
+    """Each sample has deltas of its own, which add up to what `generate` gives."""
+    token_ids: dict[tuple[int, int], list[int]] = {}
+    for delta in llm.stream(prompts, PARAMS):
+        token_ids.setdefault((delta["index"], delta["sample"]), []).extend(delta["token_ids"])
+    assert [[token_ids[index, sample] for sample in range(N)] for index in range(len(prompts))] == expected
+    with pytest.raises(ValueError, match=f"n must be 1 .* got {N}"):
+        llm.open_stream(prompts[0], PARAMS)

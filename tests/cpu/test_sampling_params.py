@@ -19,6 +19,7 @@ def test_defaults() -> None:
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (1.0, 64, False)
     assert (params.top_p, params.top_k, params.min_p, params.seed) == (1.0, 0, 0.0, None)
     assert (params.stop_token_ids, params.min_tokens, params.skip_special_tokens) == ((), 0, True)
+    assert (params.stop, params.include_stop_str_in_output) == ((), False)
     assert not params.is_greedy and not params.has_filter
     assert params.n == 1
 
@@ -33,6 +34,8 @@ def test_defaults() -> None:
         "top_k": [-1, 0, 1, 2**40, np.int64(5)],
         "min_p": [0, 0.5, 1, np.float16(0.5)],
         "seed": [None, 0, 2**64 - 1, np.uint64(2**64 - 1), np.int64(5)],
+        "stop": [(), [], "a", ["a"], ("a", "b", "a"), {"a"}, iter(["a"])],
+        "include_stop_str_in_output": [True, False],
         "stop_token_ids": [(), [], [0], (5, 7), {5}, np.array([5, 7]), range(3), iter([1])],
         "min_tokens": [0, 64, np.int64(5)],
         "skip_special_tokens": [True, False],
@@ -53,6 +56,7 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "top_k": [-2, -100],
         "min_p": [-0.001, 1.001, NAN, INF],
         "seed": [-1, 2**64],
+        "stop": ["", [""], ["a", ""]],
         "stop_token_ids": [[-1], [5, -7]],
         "min_tokens": [-1, 65],  # more than max_tokens
         "n": [0, -1],
@@ -75,6 +79,8 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "top_k": [True, 5.0, "5", None],
         "min_p": [False, "0", None],
         "seed": [True, 1.0, "1", [1]],
+        "stop": [5, None, b"a", [5], ["a", None], [["a"]], [b"a"]],
+        "include_stop_str_in_output": [0, 1, None, "yes"],
         "stop_token_ids": [5, "5", b"5", None, [5.0], ["5"], [True], [None], [[5]]],
         "min_tokens": [False, 0.0, "0", None],
         "skip_special_tokens": [0, 1, None, "no"],
@@ -141,6 +147,16 @@ def test_stop_token_ids_are_copied() -> None:
     stop_token_ids.append(7)
     assert params.stop_token_ids == (5,)
     assert hash(params) == hash(SamplingParams(stop_token_ids=(5,)))
+
+
+def test_stop_is_a_tuple() -> None:
+    """A string is one stop string, not its characters; and the caller's list is copied."""
+    stop = ["ab", "c", "ab"]
+    params = SamplingParams(stop=stop)
+    stop.append("d")
+    assert params.stop == ("ab", "c")
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert hash(params) == hash(SamplingParams(stop=("ab", "c")))
 
 
 def test_numpy_integers_behave_as_python_ones() -> None:
