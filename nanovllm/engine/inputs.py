@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.token_rules import TokenRules, compile_rules
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -59,7 +60,7 @@ class InputProcessor:
 
         Raises:
             TypeError: something is not a SamplingParams.
-            ValueError: the list's length is not the number of prompts, or a stop token is not in the vocabulary.
+            ValueError: the list's length is not the number of prompts, or a token id is not in the vocabulary.
         """
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -68,17 +69,35 @@ class InputProcessor:
         if not isinstance(sampling_params, Iterable):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.80}")
         params = list(sampling_params)
+        checked: set[int] = set()
         for index, one in enumerate(params):
+            if id(one) in checked:
+                continue
+            checked.add(id(one))
             if not isinstance(one, SamplingParams):
                 raise TypeError(f"sampling params {index}: must be a SamplingParams, got {one!r:.80}")
-            for token_id in one.stop_token_ids:
+            for name, token_id in one.token_ids():
                 if token_id >= self.vocab_size:
-                    raise ValueError(
-                        f"sampling params {index}: stop token {token_id} is outside [0, {self.vocab_size})"
-                    )
+                    raise ValueError(f"sampling params {index}: {name} {token_id} is outside [0, {self.vocab_size})")
         if len(params) != num_prompts:
             raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling params")
         return params
+
+    def compile_rules(self, params: list[SamplingParams], num_ids: int) -> list[TokenRules | None]:
+        """What each of the params says about logits, compiled once for all that are the same object.
+
+        Raises:
+            ValueError: bad words that the tokenizer can't handle; the index is named.
+        """
+        compiled: dict[int, TokenRules | None] = {}
+        for index, one in enumerate(params):
+            if id(one) in compiled:
+                continue
+            try:
+                compiled[id(one)] = compile_rules(one, self.tokenizer, num_ids)
+            except ValueError as error:
+                raise ValueError(f"sampling params {index}: {error}") from error
+        return [compiled[id(one)] for one in params]
 
     def max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""

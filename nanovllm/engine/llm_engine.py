@@ -11,11 +11,13 @@ from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import decode_output
 from nanovllm.engine.inputs import InputProcessor, Prompt
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_handle import StepHandle
+from nanovllm.engine.token_rules import TokenRules, check_token_is_left
 from nanovllm.models import resolve_architecture
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
@@ -192,6 +194,7 @@ class LLMEngine:
         if previous is not None:
             batch, handle = previous
             token_ids = handle.read()
+            handle.record_logprobs(batch)
             for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
                 if not seq.is_finished:
                     output.new_token_ids[seq.seq_id] = [token_id]
@@ -239,15 +242,15 @@ class LLMEngine:
     def _make_sequences(self, prompts: Any, sampling_params: Any) -> list[Sequence]:
         token_ids = self.inputs.process_prompts(prompts)
         params = self.inputs.process_params(sampling_params, len(token_ids))
-        return [self._make_sequence(ids, one) for ids, one in zip(token_ids, params, strict=True)]
+        rules = self.inputs.compile_rules(params, self._num_sampled_ids)
+        return [self._make_sequence(*request) for request in zip(token_ids, params, rules, strict=True)]
 
-    def _make_sequence(self, token_ids: Any, params: SamplingParams) -> Sequence:
+    def _make_sequence(self, token_ids: Any, params: SamplingParams, rules: TokenRules | None) -> Sequence:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_token_ids
         stop_ids = frozenset(id for id in stop_ids if id < self._num_sampled_ids)  # the others never come
-        if params.min_tokens and len(stop_ids) == self._num_sampled_ids:
-            raise ValueError(f"min_tokens={params.min_tokens}: every token is a stop token, so none may be sampled")
+        check_token_is_left(params, rules, stop_ids, self._num_sampled_ids)
         is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
         seq = Sequence(
             self._next_seq_id,
@@ -259,6 +262,7 @@ class LLMEngine:
             # Under a rotary embedding that depends on the prompt's length, equal prefixes of prompts of
             # different length are different content.
             cache_salt=len(token_ids) if is_salted else 0,
+            rules=rules,
         )
         self._next_seq_id += 1
         return seq
@@ -268,7 +272,7 @@ class LLMEngine:
         text = ""
         if self.tokenizer is not None:
             text = decode_output(self.tokenizer, prompt_ids, output_ids, seq.params.skip_special_tokens)
-        return RequestOutput(
+        output = RequestOutput(
             text=text,
             token_ids=output_ids.tolist(),
             prompt_token_ids=prompt_ids.tolist(),
@@ -276,6 +280,11 @@ class LLMEngine:
             stop_reason=seq.stop_reason,
             num_cached_tokens=seq.num_cached_tokens or 0,
         )
+        if seq.params.logprobs is not None:
+            output["logprobs"] = seq.logprobs[: len(output_ids)]
+        if seq.params.prompt_logprobs is not None:
+            output["prompt_logprobs"] = seq.prompt_logprobs
+        return output
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -1,10 +1,35 @@
 """What the engine gives back."""
 
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 
-class RequestOutput(TypedDict):
+class TokenLogprob(NamedTuple):
+    """A token at one position. `logprob` is its log-softmax among all tokens by the model's own logits; `rank` is one
+    more than the number of tokens with a larger logit, so that equally likely ones share it."""
+
+    logprob: float
+    rank: int
+
+
+# By token id: first the token that is there, then the best ones in order; of equal ones the lower ids come first.
+TokenLogprobs = dict[int, TokenLogprob]
+
+
+class Logprobs(TypedDict, total=False):
+    """What a result has only if its request asked for it.
+
+    Keys:
+        logprobs: of each output token, and of the `logprobs` best at its position.
+        prompt_logprobs: of each prompt token likewise, None for the first. Shorter than the prompt if the request was
+            aborted before the end of it was computed.
+    """
+
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs | None]
+
+
+class RequestOutput(Logprobs):
     """The result of one request.
 
     Keys:

@@ -3,6 +3,8 @@
 from array import array
 from enum import Enum, auto
 
+from nanovllm.engine.outputs import TokenLogprobs
+from nanovllm.engine.token_rules import TokenRules
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -26,13 +28,17 @@ class Sequence:
         "cache_salt",
         "finish_reason",
         "last_content_id",
+        "logprobs",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_scored_tokens",
         "params",
+        "prompt_logprobs",
+        "rules",
         "seed",
         "seq_id",
         "slot",
@@ -52,6 +58,7 @@ class Sequence:
         max_total_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
         cache_salt: int = 0,
+        rules: TokenRules | None = None,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -62,6 +69,7 @@ class Sequence:
             max_total_tokens: the sequence ends when prompt and output reach this many tokens.
             stop_ids: tokens that end the sequence.
             cache_salt: sequences share prefix blocks only under the same salt.
+            rules: what changes its logits, beside `params`' temperature, filters and min_tokens.
         """
         self.seq_id = seq_id
         self.token_ids = array("i", prompt_token_ids)
@@ -71,6 +79,7 @@ class Sequence:
         self.max_total_tokens = max_total_tokens
         self.stop_ids = stop_ids
         self.cache_salt = cache_salt
+        self.rules = rules
 
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
@@ -78,6 +87,9 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
+        self.num_scored_tokens = 0  # prompt tokens after the first whose log-probabilities are computed or scheduled
+        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # likewise; nothing comes before the first token
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")
@@ -111,6 +123,13 @@ class Sequence:
     def is_decoding(self) -> bool:
         """All that is left to compute is the token sampled last."""
         return self.num_tokens - self.num_computed_tokens == 1 and self.num_computed_tokens > 0
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens whose KV may come from the prefix cache: the logits after the others are wanted."""
+        if self.params.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens - 1:
+            return self.num_scored_tokens
+        return len(self.token_ids) - 1
 
     @property
     def has_reached_limit(self) -> bool:
