@@ -112,7 +112,6 @@ class ExtraSampler:
             result = processor(own, context)
             result = own if result is None else result
             if not isinstance(result, torch.Tensor) or result.shape != own.shape:
-                raise ValueError(
-                    f"logits_processor {processor!r} must return logits {tuple(own.shape)}, got {result!r}"
-                )
+                got = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise ValueError(f"logits_processor {processor!r} must return logits {tuple(own.shape)}, got {got}")
             logits[rows] = result.to(logits)
