@@ -49,8 +49,8 @@ class StepHandle:
         return self.values[: self.num_tokens].tolist()
 
     def record_logprobs(self, batch: ScheduledBatch) -> None:
-        """Hands the log-probabilities to the batch's sequences that asked for them and go on. Call it after `read`, and
-        before those take their tokens."""
+        """Hands the log-probabilities to the batch's sequences that asked for them: of prompts, and of tokens that will
+        be theirs. Call it after `read`, and before they take those."""
         if not self.score_shapes:
             return
         sampled_rows, prompt_rows = self._score_rows()
@@ -62,8 +62,7 @@ class StepHandle:
         for seq, targets in batch.scored:
             rows = prompt_rows[first : first + len(targets)]
             first += len(targets)
-            if not seq.is_finished:
-                seq.prompt_logprobs.extend(_by_token(row, seq.params.prompt_logprobs) for row in rows)
+            seq.prompt_logprobs.extend(_by_token(row, seq.params.prompt_logprobs) for row in rows)
 
     def _score_rows(self) -> list[list[_ScoreRow]]:
         results, first = [], self.num_tokens

@@ -1,4 +1,4 @@
-"""Log-probabilities of output and prompt tokens are those of transformers, whatever the schedule."""
+"""Log-probabilities of output and prompt tokens are those of transformers."""
 
 import random
 from dataclasses import replace
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import extra_sampler
 from nanovllm.engine.outputs import TokenLogprob
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.logprobs import score_tokens
 from tests.checkpoints import VOCAB_SIZE, load_reference, save_markov_model
+from tests.cpu.naive import check_logprobs
 
 BLOCK_SIZE = 8
 LENGTHS = (1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 41)
@@ -36,48 +36,8 @@ def llm(random_llama: Any, make_shared_llm: Any) -> LLM:
     return engine
 
 
-@pytest.fixture
-def eager_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admits whatever fits at the moment: the look-ahead would leave little to preempt."""
-
-    def fits(self: Scheduler, seq: Any, cached_block_ids: list[int], forecast: Any) -> bool:
-        return self.block_manager.num_new_blocks(seq, cached_block_ids) <= self.block_manager.num_free_blocks
-
-    monkeypatch.setattr(Scheduler, "_fits", fits)
-
-
 def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
     return llm.generate(prompts, params, use_tqdm=False)
-
-
-@torch.inference_mode()
-def check(model: Any, outputs: list[Any], params: Any) -> None:
-    """Every entry against transformers' logits of the whole sequence: complete, in order, right to 1e-4."""
-    params = params if isinstance(params, list) else [params] * len(outputs)
-    for output, one in zip(outputs, params, strict=True):
-        prompt, tokens = output["prompt_token_ids"], output["token_ids"]
-        logits = model(torch.tensor([prompt + tokens])).logits[0]
-        assert ("logprobs" in output) == (one.logprobs is not None)
-        assert ("prompt_logprobs" in output) == (one.prompt_logprobs is not None)
-        if one.logprobs is not None:
-            check_entries(output["logprobs"], tokens, logits[len(prompt) - 1 : -1], one.logprobs)
-        if one.prompt_logprobs is not None:
-            assert output["prompt_logprobs"][0] is None
-            num_scored = len(prompt) - 1
-            check_entries(output["prompt_logprobs"][1:], prompt[1:], logits[:num_scored], one.prompt_logprobs)
-
-
-def check_entries(entries: list[Any], tokens: list[int], logits: torch.Tensor, num_best: int) -> None:
-    assert len(entries) == len(tokens) == len(logits)
-    for entry, token, row in zip(entries, tokens, logits, strict=True):
-        order = row.argsort(descending=True).tolist()
-        assert next(iter(entry)) == token
-        assert set(entry) == {token, *order[:num_best]}
-        assert [one for one in entry if one != token] == [one for one in order[:num_best] if one != token]
-        logprobs = row.log_softmax(-1)
-        for one, value in entry.items():
-            assert value.logprob == pytest.approx(logprobs[one].item(), abs=1e-4)
-            assert value.rank == order.index(one) + 1
 
 
 def test_equals_transformers(llm: LLM, random_llama: Any, prompts: list[list[int]]) -> None:
@@ -86,7 +46,7 @@ def test_equals_transformers(llm: LLM, random_llama: Any, prompts: list[list[int
     for num_best in (0, 1, 20):
         params = replace(PARAMS, logprobs=num_best, prompt_logprobs=num_best)
         outputs = generate(llm, prompts, params)
-        check(random_llama[1], outputs, params)
+        check_logprobs(random_llama[1], outputs, params)
         assert [output["num_cached_tokens"] for output in outputs] == [0] * len(prompts)
 
 
@@ -96,10 +56,10 @@ def test_checker_sees_faults(llm: LLM, random_llama: Any, prompts: list[list[int
     entries = outputs[0]["logprobs"]
     for wrong in (entries[1:] + entries[:1], entries[:-1]):
         with pytest.raises(AssertionError):
-            check(random_llama[1], [{**outputs[0], "logprobs": wrong}], PARAMS)
+            check_logprobs(random_llama[1], [{**outputs[0], "logprobs": wrong}], PARAMS)
     entries = outputs[0]["prompt_logprobs"]
     with pytest.raises(AssertionError):
-        check(random_llama[1], [{**outputs[0], "prompt_logprobs": [None, *entries[2:], entries[1]]}], PARAMS)
+        check_logprobs(random_llama[1], [{**outputs[0], "prompt_logprobs": [None, *entries[2:], entries[1]]}], PARAMS)
 
 
 def test_sampled_tokens(llm: LLM, random_llama: Any, prompts: list[list[int]]) -> None:
@@ -120,7 +80,11 @@ def test_sampled_tokens(llm: LLM, random_llama: Any, prompts: list[list[int]]) -
     expected = [output["token_ids"] for output in generate(llm, prompts, plain)]
     outputs = generate(llm, prompts, asking)
     assert [output["token_ids"] for output in outputs] == expected
-    check(random_llama[1], outputs, asking)
+    check_logprobs(random_llama[1], outputs, asking)
+    for prompt, one, tokens in zip(prompts, asking, expected, strict=True):  # without the copy that others force
+        outputs_of_one = generate(llm, [prompt], one)
+        check_logprobs(random_llama[1], outputs_of_one, one)
+        assert outputs_of_one[0]["token_ids"] == tokens
     assert outputs[6]["token_ids"] == [7] * 12
     assert outputs[6]["logprobs"][0][7].rank > 1  # chosen by its bias, not by the model
 
@@ -133,116 +97,8 @@ def test_some_rows_ask(llm: LLM, random_llama: Any, prompts: list[list[int]]) ->
     for seed in range(3):
         order = random.Random(seed).sample(range(len(prompts)), len(prompts))
         outputs = generate(llm, [prompts[i] for i in order], [params[i] for i in order])
-        check(random_llama[1], outputs, [params[i] for i in order])
+        check_logprobs(random_llama[1], outputs, [params[i] for i in order])
         assert [output["token_ids"] for output in outputs] == [expected[i] for i in order]
-
-
-@pytest.mark.parametrize("budget", [1, 3, BLOCK_SIZE, 30])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["cache", "no_cache"])
-def test_chunked_prompts(
-    random_llama: Any, make_llm: Any, prompts: list[list[int]], budget: int, enable_prefix_caching: bool
-) -> None:
-    """Guards against entries that are lost or doubled where one chunk ends, and at prompts of one chunk and a token."""
-    llm = make_llm(
-        random_llama[0],
-        kvcache_block_size=BLOCK_SIZE,
-        max_num_batched_tokens=budget,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    check(random_llama[1], generate(llm, prompts, PARAMS), PARAMS)
-
-
-def test_shared_blocks_are_left_alone(llm: LLM, random_llama: Any, prompts: list[list[int]]) -> None:
-    """Guards against a prompt that is scored writing into blocks that others read: it gets its own, and they stay
-    private. Requests that don't ask go on using the cache, at the same time."""
-    prompt = prompts[-1]
-    first = generate(llm, [prompt], replace(PARAMS, prompt_logprobs=None))[0]
-    cached = generate(llm, [prompt], replace(PARAMS, prompt_logprobs=None))[0]
-    num_cached = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert cached["num_cached_tokens"] == num_cached
-    published = dict(llm.block_manager.hash_to_block_id)
-    params = [PARAMS, replace(PARAMS, prompt_logprobs=None)] * 2
-    outputs = generate(llm, [prompt] * 4, params)
-    assert [output["num_cached_tokens"] for output in outputs] == [0, num_cached] * 2
-    check(random_llama[1], outputs, params)
-    assert [output["token_ids"] for output in outputs] == [first["token_ids"]] * 4
-    assert {key: llm.block_manager.hash_to_block_id[key] for key in published} == published
-    llm.block_manager.check_integrity([])
-
-
-def test_scored_prompt_fills_the_cache(random_llama: Any, make_llm: Any, prompts: list[list[int]]) -> None:
-    """What a scored prompt has computed is there for the next one, if that is not scored itself."""
-    llm = make_llm(random_llama[0], kvcache_block_size=BLOCK_SIZE)
-    generate(llm, prompts[-1:], PARAMS)
-    output = generate(llm, prompts[-1:], replace(PARAMS, prompt_logprobs=None))[0]
-    assert output["num_cached_tokens"] == (len(prompts[-1]) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    check(random_llama[1], [output], replace(PARAMS, prompt_logprobs=None))
-
-
-@pytest.mark.usefixtures("eager_admission")
-@pytest.mark.parametrize("enable_prefix_caching", [True, False], ids=["cache", "no_cache"])
-@pytest.mark.parametrize("budget", [16384, 11, 5])
-def test_preempted(
-    random_llama: Any,
-    make_llm: Any,
-    drive: Any,
-    prompts: list[list[int]],
-    budget: int,
-    enable_prefix_caching: bool,
-) -> None:
-    """A sequence that computes its prompt again, or the rest of one that it had begun, gives each entry once."""
-    params = replace(PARAMS, max_tokens=40)
-    llm = make_llm(
-        random_llama[0],
-        kvcache_block_size=BLOCK_SIZE,
-        num_kvcache_blocks=14,
-        max_num_batched_tokens=budget,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    outputs, steps = drive(llm, prompts, params)
-    assert sum(step.num_preemptions for step in steps) > 0
-    assert [len(output["logprobs"]) for output in outputs] == [40] * len(prompts)
-    check(random_llama[1], outputs, params)
-
-
-@pytest.mark.usefixtures("eager_admission")
-def test_preempted_within_its_prompt(
-    random_llama: Any, make_llm: Any, drive: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt that loses its blocks half-way goes on from what the cache has left of it, but not beyond what it has
-    scored."""
-    rng = random.Random(8)
-    llm = make_llm(random_llama[0], kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=16, max_num_batched_tokens=6)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3 * BLOCK_SIZE, 7, 60)]
-    starts: list[int] = []
-    preempt = Scheduler._preempt
-    monkeypatch.setattr(
-        Scheduler,
-        "_preempt",
-        lambda self, seq: (starts.append(seq.num_scored_tokens), preempt(self, seq))[1],
-    )
-    params = replace(PARAMS, max_tokens=50)
-    outputs, _ = drive(llm, prompts, [params, params, replace(params, max_tokens=3)])
-    assert any(0 < start < 59 for start in starts), "no prompt was cut short"
-    check(random_llama[1], outputs, [params, params, replace(params, max_tokens=3)])
-
-
-def test_stopped_and_aborted(llm: LLM, random_llama: Any, prompts: list[list[int]]) -> None:
-    """The token that ends a request has its entry, the one in flight behind it has none; an aborted request has the
-    entries of the tokens it has."""
-    plain = generate(llm, [prompts[0]], PARAMS)[0]["token_ids"]
-    stop = plain[5]
-    (output,) = generate(llm, [prompts[0]], replace(PARAMS, stop_token_ids=(stop,)))
-    assert output["token_ids"] == plain[: plain.index(stop) + 1]
-    check(random_llama[1], [output], PARAMS)
-
-    seq_id = llm.add_request(prompts[-1], replace(PARAMS, max_tokens=100))
-    for _ in range(6):
-        llm.step()
-    llm.abort(seq_id)
-    output = llm.step().finished[seq_id]
-    assert output["finish_reason"] == "abort" and 0 < len(output["token_ids"]) < 100
-    check(random_llama[1], [output], PARAMS)
 
 
 def test_memory_of_prompt_logprobs(
@@ -259,7 +115,7 @@ def test_memory_of_prompt_logprobs(
 
     llm.runner.model.compute_logits = compute
     outputs = generate(llm, prompts, PARAMS)
-    check(random_llama[1], outputs, PARAMS)
+    check_logprobs(random_llama[1], outputs, PARAMS)
     assert max(num_rows) == 16
     assert num_rows[:7] == [16, 16, 16, 16, 13, 7, 7]  # 77 prompt tokens but the first ones, then the seven samples
 
@@ -267,7 +123,7 @@ def test_memory_of_prompt_logprobs(
 def test_vocabulary_beyond_the_tokenizer(byte_llama: Any, make_llm: Any) -> None:
     """The log-softmax is over all that the model has logits for, also ids that are never sampled."""
     outputs = generate(make_llm(byte_llama), [[1, 2, 319, 4]], replace(PARAMS, logprobs=20, prompt_logprobs=20))
-    check(load_reference(byte_llama), outputs, replace(PARAMS, logprobs=20, prompt_logprobs=20))
+    check_logprobs(load_reference(byte_llama), outputs, replace(PARAMS, logprobs=20, prompt_logprobs=20))
 
 
 def test_ties_and_small_vocabularies(tmp_path: Any, make_llm: Any) -> None:
