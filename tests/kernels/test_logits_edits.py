@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm import kernels
 from nanovllm.kernels.logits_edits import HISTORY_BLOCK, apply_masks_, apply_penalties_
+from nanovllm.layers import logits as layer
+from nanovllm.layers.logprobs import score_tokens
 
 # Masks
 
@@ -105,3 +108,32 @@ def test_wrong_arguments(device):
     logits = torch.zeros(2, 9)
     with pytest.raises(ValueError, match="fp32"):
         run(logits.bfloat16(), [0], [0], [[1]], [1], [(1.0, 0.0, 1.0)], device)
+
+
+# The layers that choose between kernels and plain torch
+
+
+def test_layers_hand_on_what_kernels_take(device, generator, monkeypatch):
+    """The same call gives the same by either: on a GPU nobody else would see an argument in another's place."""
+
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    def edit(logits):
+        layer.apply_masks_(logits[:, :290], ints(2, 0), masks)
+        penalties = (torch.tensor([1.5, 1.0]), torch.tensor([0.5, -0.25]), torch.tensor([0.0, 1.0]))
+        penalties = tuple(values.to(device) for values in penalties)
+        layer.apply_penalties_(logits, ints(1, 2), histories, ints(4, 0), ints(7, 2), ints(30, 21), 30, penalties)
+        return logits, score_tokens(logits, ints(2, 1), ints(9, 300), 4)
+
+    masks = torch.randint(-(2**31), 2**31, (2, 10), generator=generator).int().to(device)
+    histories = torch.randint(300, (5, 40), generator=generator).int().to(device)
+    logits = torch.randn(3, 301, generator=generator).to(device)
+    monkeypatch.setattr(kernels, "serve", lambda x: False)
+    expected, expected_scores = edit(logits.clone())
+    monkeypatch.setattr(kernels, "serve", lambda x: True)
+    result, scores = edit(logits.clone())
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(scores[:2], expected_scores[:2])
+    actual, wanted = scores[2].view(torch.float32), expected_scores[2].view(torch.float32)
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
