@@ -24,7 +24,7 @@ from benchmarks.roofline import bound, measure_rates
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workloads import JOBS, Job, Request, describe_environment
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.model_runner import StepHandle
+from nanovllm.engine.step_handle import StepHandle
 from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.demo import demo_model
 

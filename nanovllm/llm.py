@@ -122,8 +122,8 @@ class LLM(LLMEngine):
         self._check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (params,) = self.inputs.process_params(sampling_params, 1)
-        if params.n != 1:
-            raise ValueError(f"n must be 1 for a request that is streamed alone, got {params.n}")
+        if params.params.n != 1:
+            raise ValueError(f"n must be 1 for a request that is streamed alone, got {params.params.n}")
         seq = self.requests.make(token_ids, params, is_streamed=True)
         self._enqueue(seq)
         return RequestStream(seq, self.texts)

@@ -1,11 +1,17 @@
 """What one request may ask for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.utils.checks import check_bool, check_int, check_number
 
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.layers.logits import LogitsRows
+
+LogitsProcessor = Callable[["torch.Tensor", "LogitsRows"], "torch.Tensor | None"]
 # Below this temperature the scaled gap between any two distinct float logits dwarfs the noise, while the
 # division itself starts to overflow: such a request is greedy.
 GREEDY_TEMPERATURE = 1e-6
@@ -19,14 +25,19 @@ _GENERATION_KEYS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+MAX_LOGPROBS = 20  # best tokens that a request may ask for at each position
+MAX_PENALTY = 2.0  # of presence and frequency, either way
+MAX_BIAS = 100.0  # of a token, either way
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Checked on construction.
 
-    The filters apply in this order: temperature, top_k, top_p over the renormalised survivors (the token that
-    crosses the threshold stays), min_p.
+    What changes the logits applies in this order: allowed_token_ids, logit_bias, bad_words; repetition_penalty, then
+    frequency_penalty and presence_penalty; logits_processor; min_tokens; temperature; top_k; top_p over the
+    renormalised survivors (the token that crosses the threshold stays); min_p. Log-probabilities are of the model's
+    own logits, before all of these.
 
     Attributes:
         temperature: divides the logits; 0 is greedy. Finite, at least 0.
@@ -48,6 +59,21 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         n: independent samples of the prompt, at least 1; more than one only if sampling is not greedy. Sample 0 is
             what n=1 gives, and the samples of a seeded request are repeatable.
+        logprobs: report the log-probability of each output token and of this many best ones, at most 20; None reports
+            nothing.
+        prompt_logprobs: the same for the prompt's tokens. Such a prompt is computed from its first token on, whatever
+            of it the prefix cache holds.
+        presence_penalty: subtracted from the logit of each token that the output has, in [-2, 2].
+        frequency_penalty: subtracted once for each time that the output has the token, in [-2, 2].
+        repetition_penalty: divides the logit of each token that prompt or output have if it is positive, else
+            multiplies it; above 0, 1 is off.
+        logit_bias: {token id: number in [-100, 100]} added to logits; kept as pairs.
+        bad_words: strings, or lists of token ids, that the output won't contain. A string stands for its tokens with
+            and without a space before it; of several tokens, the last is banned where the others have come before it
+            in the output.
+        allowed_token_ids: nothing else is sampled, end-of-sequence tokens included; None allows everything.
+        logits_processor: a function `f(logits, rows)` that may change the logits [M, V] in place, or return others, of
+            all M running requests that ask for that same function; `layers.logits.LogitsRows` says what `rows` has.
     """
 
     temperature: float = 1.0
@@ -63,6 +89,15 @@ class SamplingParams:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] | Mapping[int, float] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logits_processor: "LogitsProcessor | None" = None
 
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1)
@@ -80,7 +115,18 @@ class SamplingParams:
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
             "n": check_int("n", self.n, 1),
+            "logprobs": _optional_count("logprobs", self.logprobs),
+            "prompt_logprobs": _optional_count("prompt_logprobs", self.prompt_logprobs),
+            "presence_penalty": check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+            "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+            "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True),
+            "logit_bias": _biases(self.logit_bias),
+            "bad_words": _bad_words(self.bad_words),
+            "allowed_token_ids": _allowed_ids(self.allowed_token_ids),
         }
+        processor = self.logits_processor
+        if processor is not None and not (callable(processor) and isinstance(processor, Hashable)):
+            raise TypeError(f"logits_processor must be a function that can be hashed, got {processor!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.n > 1 and self.is_greedy:
@@ -111,6 +157,24 @@ class SamplingParams:
         """Whether top_k, top_p or min_p can drop a token. Greedy keeps the best token under any filter."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
+    def token_ids(self) -> Iterator[tuple[str, int]]:
+        """Every token id that is named here, with what it is."""
+        yield from (("stop token", token_id) for token_id in self.stop_token_ids)
+        yield from (("token of logit_bias", token_id) for token_id in dict(self.logit_bias))
+        yield from (("token of allowed_token_ids", token_id) for token_id in self.allowed_token_ids or ())
+        for word in self.bad_words:
+            yield from (("token of bad_words", token_id) for token_id in word if isinstance(token_id, int))
+
+    @property
+    def has_penalty(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but min_tokens, temperature and filters does."""
+        has_rule = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return bool(has_rule) or self.has_penalty or self.logits_processor is not None
+
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
@@ -129,3 +193,39 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
     return tuple(check_int(f"each of {name}", token_id, 0) for token_id in value)
+
+
+def _optional_count(name: str, value: object) -> int | None:
+    return None if value is None else check_int(name, value, 0, MAX_LOGPROBS)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of a mapping, or pairs as they are (a checked `SamplingParams` that is copied has those)."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
+        token_id = check_int("each token id of logit_bias", pair[0], 0)
+        biases[token_id] = check_number(f"logit_bias of token {token_id}", pair[1], -MAX_BIAS, MAX_BIAS)
+    return tuple(biases.items())
+
+
+def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"bad_words must be a list of strings or lists of token ids, got {value!r}")
+    words = [word if isinstance(word, str) else _token_ids("the words of bad_words", word) for word in value]
+    if any(len(word) == 0 for word in words):
+        raise ValueError(f"each of bad_words must have at least 1 character or token id, got {words!r}")
+    return tuple(words)
+
+
+def _allowed_ids(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    token_ids = tuple(dict.fromkeys(_token_ids("allowed_token_ids", value)))
+    if not token_ids:
+        raise ValueError("allowed_token_ids must have at least 1 token id, or be None, got none")
+    return token_ids

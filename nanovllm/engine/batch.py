@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.extras import PackedExtras, pack_extras
 from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import Sequence
 
@@ -43,6 +44,7 @@ class PackedBatch:
         num_decode_seqs: the first so many sequences have one query token.
         max_query_len: longest query of the others, 0 if there are none.
         max_context_len: longest context.
+        extras: what some rows ask for beside all this; None if none does.
     """
 
     token_ids: IntArray
@@ -66,6 +68,7 @@ class PackedBatch:
     num_decode_seqs: int
     max_query_len: int
     max_context_len: int
+    extras: PackedExtras | None = None
 
     @property
     def is_pure_decode(self) -> bool:
@@ -76,7 +79,7 @@ class PackedBatch:
     @property
     def has_plain_sampling(self) -> bool:
         """Whether nothing but temperatures and filters touches the logits."""
-        return not len(self.banned_ids)
+        return not len(self.banned_ids) and self.extras is None
 
 
 def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
@@ -91,6 +94,7 @@ def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
     prompt_lens = _ints([seq.num_prompt_tokens for seq in sequences])
     slots = _ints([seq.slot for seq in sequences])
     sampled_rows = np.flatnonzero(batch.is_sampled)
+    sampled_sequences = batch.sampled_sequences
     num_decode_seqs = int(np.count_nonzero(query_lens == 1))
     return PackedBatch(
         token_ids=_pack_token_ids(batch),
@@ -107,7 +111,8 @@ def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
         num_decode_seqs=num_decode_seqs,
         max_query_len=int(query_lens[num_decode_seqs:].max(initial=0)),
         max_context_len=int((starts + query_lens).max()),
-        **pack_sampling(batch.sampled_sequences),
+        extras=pack_extras(batch, sampled_sequences, query_starts),
+        **pack_sampling(sampled_sequences),
     )
 
 

@@ -63,12 +63,13 @@ class BlockManager:
 
     def find_cached_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the published blocks that hold the sequence's longest cached prefix, at least one token short
-        of the sequence: the last token is always recomputed, since its logits are wanted."""
+        of the sequence: the last token is always recomputed, since its logits are wanted (and others, if theirs are:
+        such a sequence gets blocks of its own, whose content stays private where it is published already)."""
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found
         parent = -seq.cache_salt
-        for index in range((len(seq.token_ids) - 1) // self.block_size):
+        for index in range(seq.num_reusable_tokens // self.block_size):
             block = self._find(self._block_hash(seq, index), parent, self._block_bytes(seq, index))
             if block is None:
                 break

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.engine.inputs import RequestParams
 
 # A chunk holds about so many characters: more tokens than a step of the default budget computes, and tens of
 # milliseconds of work.
@@ -24,7 +24,7 @@ class PromptFeed:
     def __init__(
         self,
         prompts: list[Any],
-        params: list[SamplingParams],
+        params: list[RequestParams],
         encode: Callable[[list[Any], int], list["array[int]"]],
     ) -> None:
         """
@@ -44,7 +44,7 @@ class PromptFeed:
     def can_take(self) -> bool:
         return self._num_taken < self._num_encoded
 
-    def take(self) -> tuple["array[int]", SamplingParams]:
+    def take(self) -> tuple["array[int]", RequestParams]:
         """Token ids and params of the next prompt; the caller has asked `can_take`."""
         index = self._num_taken
         self._num_taken += 1

@@ -2,15 +2,27 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.token_rules import TokenRules, check_token_is_left, compile_rules
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 IdArray = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class RequestParams:
+    """A request's params, and what they mean to this engine: the tokens that end the request, less those that are never
+    sampled, and what changes its logits."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    rules: TokenRules | None
 
 
 class InputProcessor:
@@ -88,13 +100,13 @@ class InputProcessor:
             for index, prompt in enumerate(prompts, first_index)
         ]
 
-    def process_params(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
-        """One SamplingParams a prompt, from one for all, a list, or None.
+    def process_params(self, sampling_params: Any, num_prompts: int) -> list[RequestParams]:
+        """What each prompt's SamplingParams mean to this engine, from one for all, a list, or None.
 
         Raises:
             TypeError: something is not a SamplingParams.
-            ValueError: the list's length is not the number of prompts, a stop token is not in the vocabulary, or
-                min_tokens bans every token, or there are stop strings and no tokenizer.
+            ValueError: the list's length is not the number of prompts, or params ask for what this model can't do: ids
+                outside the vocabulary, strings without a tokenizer, no token that may be sampled.
         """
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -103,38 +115,36 @@ class InputProcessor:
         if not isinstance(sampling_params, Iterable):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.80}")
         params = list(sampling_params)
+        prepared: dict[int, RequestParams] = {}  # once for all that are the same object
         for index, one in enumerate(params):
             if not isinstance(one, SamplingParams):
                 raise TypeError(f"sampling params {index}: must be a SamplingParams, got {one!r:.80}")
-            if one.stop and self.tokenizer is None:
-                raise ValueError(
-                    f"prompt {index}: stop={one.stop!r:.80} needs a tokenizer, and this model has none: "
-                    "use stop_token_ids"
-                )
-            for token_id in one.stop_token_ids:
-                if token_id >= self.vocab_size:
-                    raise ValueError(
-                        f"sampling params {index}: stop token {token_id} is outside [0, {self.vocab_size})"
-                    )
-            if one.min_tokens and len(self.stop_ids(one)) == self.num_sampled_ids:
-                raise ValueError(
-                    f"sampling params {index}: min_tokens={one.min_tokens}: every token is a stop token, "
-                    "so none may be sampled"
-                )
+            if id(one) not in prepared:
+                try:
+                    prepared[id(one)] = self._prepare(one)
+                except ValueError as error:
+                    raise ValueError(f"sampling params {index}: {error}") from error
         if len(params) != num_prompts:
             raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling params")
-        return params
+        return [prepared[id(one)] for one in params]
+
+    def _prepare(self, params: SamplingParams) -> RequestParams:
+        for name, token_id in params.token_ids():
+            if token_id >= self.vocab_size:
+                raise ValueError(f"{name} {token_id} is outside [0, {self.vocab_size})")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r:.80} needs a tokenizer, and this model has none: use stop_token_ids")
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.eos_token_ids
+        stop_ids = frozenset(token_id for token_id in stop_ids if token_id < self.num_sampled_ids)
+        rules = compile_rules(params, self.tokenizer, self.num_sampled_ids)
+        check_token_is_left(params, rules, stop_ids, self.num_sampled_ids)
+        return RequestParams(params, stop_ids, rules)
 
     def max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""
         return min(num_prompt_tokens + max_tokens, self.max_model_len, self.num_kv_tokens + 1)
-
-    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a request, less those that are never sampled."""
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_token_ids
-        return frozenset(token_id for token_id in stop_ids if token_id < self.num_sampled_ids)
 
     def _check_text(self, text: str, index: int) -> str:
         if self.tokenizer is None:

@@ -11,13 +11,14 @@ from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_text import OutputTexts
-from nanovllm.engine.outputs import RequestOutput, SampleOutput, StepOutput
+from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_handle import StepHandle
 from nanovllm.models import resolve_architecture
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
@@ -118,7 +119,7 @@ class LLMEngine:
         """
         self._check_open()
         output = self._step()
-        output.finished = {seq_id: self._make_output(seq) for seq_id, seq in self._ended.items()}
+        output.finished = {seq_id: self.texts.output_of(seq) for seq_id, seq in self._ended.items()}
         self._ended.clear()
         return output
 
@@ -192,7 +193,7 @@ class LLMEngine:
         deadline = time.perf_counter() + _SECONDS_OF_OUTPUT_A_STEP
         num_before = len(outputs)
         for seq_id in requests.keys() & self._ended.keys():
-            outputs[seq_id] = self._make_output(self._ended.pop(seq_id))
+            outputs[seq_id] = self.texts.output_of(self._ended.pop(seq_id))
             if time.perf_counter() > deadline:
                 break
         return len(outputs) - num_before
@@ -223,6 +224,7 @@ class LLMEngine:
         if previous is not None:
             batch, handle = previous
             token_ids = handle.read()
+            handle.record_logprobs(batch)
             stop_strings = {}
             for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
                 if seq.is_finished:
@@ -280,29 +282,6 @@ class LLMEngine:
             if not seq.is_finished:  # one that is has ended before, or in the very step that failed
                 seq.end("abort")
         self._retire(sequences)
-
-    def _make_output(self, request: Sequence) -> RequestOutput:
-        samples = [self._make_sample(seq) for seq in request.samples]
-        first = samples[0]
-        output = RequestOutput(
-            text=first["text"],
-            token_ids=list(first["token_ids"]),
-            prompt_token_ids=request.token_ids[: request.num_prompt_tokens].tolist(),
-            finish_reason=first["finish_reason"],
-            stop_reason=first["stop_reason"],
-            num_cached_tokens=request.num_cached_tokens or 0,
-        )
-        if request.params.n > 1:
-            output["samples"] = samples
-        return output
-
-    def _make_sample(self, seq: Sequence) -> SampleOutput:
-        return SampleOutput(
-            text=self.texts.text_of(seq),
-            token_ids=seq.output_token_ids.tolist(),
-            finish_reason=seq.finish_reason or "",
-            stop_reason=seq.stop_reason,
-        )
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-from dataclasses import dataclass
 
 import torch
 
@@ -11,8 +10,11 @@ from nanovllm.attention import select_backends
 from nanovllm.config import Config
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
+from nanovllm.engine.extra_sampler import ExtraSampler
+from nanovllm.engine.extras import PackedExtras
 from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
-from nanovllm.engine.step_tensors import StepTensors, upload, view_flat
+from nanovllm.engine.step_handle import StepHandle
+from nanovllm.engine.step_tensors import StepTensors, upload, upload_extras, view_flat
 from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.sampler import sample
 from nanovllm.models import build_model, resolve_architecture
@@ -24,23 +26,6 @@ logger = logging.getLogger(__name__)
 
 # Kept free beside what the warm-up measured: fragments of the allocator, and libraries' own workspaces.
 _MARGIN_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class StepHandle:
-    """The tokens of a launched step, on their way to the host.
-
-    `tokens` [N] int64 is host memory; it is filled when `done` has happened (at once, where there is none).
-    """
-
-    tokens: torch.Tensor
-    done: torch.cuda.Event | None = None
-
-    def read(self) -> list[int]:
-        """Waits for the step and returns its N tokens."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.tokens.tolist()
 
 
 class ModelRunner:
@@ -84,7 +69,9 @@ class ModelRunner:
         if backends.decode is not backends.prefill:
             self.decode_backend = backends.decode(attention_spec)
         # The last row is written by padding, and read by nobody.
-        self.last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        num_slots = config.max_num_seqs + 1
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self.extra_sampler = ExtraSampler(num_slots, max_model_len, num_sampled_ids, self.device)
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
             self._bind_kv_cache(1)
@@ -106,7 +93,7 @@ class ModelRunner:
     def run(self, batch: PackedBatch) -> StepHandle:
         """Launches the forward pass and the sampling of a batch."""
         if self.device.type == "cpu":
-            return StepHandle(self._execute(view_flat(upload(batch, self.device), batch)))
+            return self._launch(batch)
         with torch.cuda.device(self.device):  # another engine, or the caller, may have made another one current
             return self._launch(batch)
 
@@ -114,29 +101,23 @@ class ModelRunner:
         if self.graphs is not None and batch.is_pure_decode:
             hidden = self.graphs.replay_forward(batch)
             if batch.has_plain_sampling:
-                tokens = self.graphs.replay_sampling(batch)
-            else:
-                tokens = self._sample(hidden, view_flat(upload(batch, self.device), batch))
+                return StepHandle.send(self.graphs.replay_sampling(batch))
+            inputs = view_flat(upload(batch, self.device), batch)
         else:
-            tokens = self._execute(view_flat(upload(batch, self.device), batch))
-        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        on_host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return StepHandle(on_host, done)
+            inputs = view_flat(upload(batch, self.device), batch)
+            hidden = self._forward(inputs)
+        if batch.extras is None:
+            return StepHandle.send(self._sample(hidden, inputs))
+        return self._sample_with_extras(hidden, inputs, batch.extras)
 
     def close(self) -> None:
         """Frees the device's memory at once, whoever still refers to the runner."""
         self.graphs = None
         for layer in self.model.attention_layers():
             layer.cache = None
-        del self.model, self.kv_cache, self.last_tokens
+        del self.model, self.kv_cache, self.last_tokens, self.extra_sampler
         if self.device.type == "cuda":
             self._release()
-
-    def _execute(self, inputs: StepTensors) -> torch.Tensor:
-        """A step on the device, from its input to the sampled tokens [N] int64."""
-        return self._sample(self._forward(inputs), inputs)
 
     def _forward(self, inputs: StepTensors) -> torch.Tensor:
         """Final hidden states [T, hidden_size]."""
@@ -156,11 +137,25 @@ class ModelRunner:
         """Draws the tokens [N] int64, and leaves them where the next step looks for them."""
         if not len(inputs.sampled_slots):
             return torch.empty(0, dtype=torch.int64, device=self.device)
-        if len(inputs.sampled_slots) < len(hidden):
-            hidden = hidden[inputs.logits_indices]
-        tokens = sample(self.model.compute_logits(hidden)[:, : self.num_sampled_ids], inputs)
+        tokens = sample(self._logits(hidden, inputs)[:, : self.num_sampled_ids], inputs)
         self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
         return tokens
+
+    def _sample_with_extras(self, hidden: torch.Tensor, inputs: StepTensors, packed: PackedExtras) -> StepHandle:
+        """The same for a step with extras, log-probabilities included."""
+        extras = upload_extras(packed, self.device)
+        prompt_scores = self.extra_sampler.score_prompts(hidden, self.model.compute_logits, packed, extras)
+        if not len(inputs.sampled_slots):
+            return StepHandle.send(self._sample(hidden, inputs), prompt_scores[:, :0], prompt_scores)
+        tokens, scores = self.extra_sampler.sample(self._logits(hidden, inputs), inputs, packed, extras)
+        self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
+        return StepHandle.send(tokens, scores, prompt_scores)
+
+    def _logits(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
+        """[N, vocab_size], of the tokens that are followed by a sampled one."""
+        if len(inputs.sampled_slots) < len(hidden):
+            hidden = hidden[inputs.logits_indices]
+        return self.model.compute_logits(hidden)
 
     @property
     def _wants_graphs(self) -> bool:
@@ -226,15 +221,19 @@ class ModelRunner:
         with torch.cuda.device(self.device), kernels.compiling_ahead():
             batches = [dummy_batch(size, 1, dummy_slot=dummy_slot, num_filters=size) for size in (1, 64, 128, 256)]
             for batch in (*batches, self._largest_batch()):
-                self._execute(view_flat(upload(batch, self.device), batch))
+                inputs = view_flat(upload(batch, self.device), batch)
+                self._sample(self._forward(inputs), inputs)
 
     @torch.inference_mode()
     def _measure_reserve(self) -> int:
-        """Bytes that the largest step and the CUDA graphs take beside weights and KV cache. Runs them."""
+        """Bytes that the largest step and the CUDA graphs take beside weights and KV cache. Runs them, but for what
+        extras add, which is known without compiling the kernels that few requests need."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self.run(self._largest_batch())
+        batch = self._largest_batch()
+        self.run(batch)
         activations = torch.cuda.max_memory_allocated(self.device) - before
+        activations += self.extra_sampler.peak_bytes(len(batch.slots), self.model.spec.vocab_size, self.dtype.itemsize)
         graphs = 0
         if self._wants_graphs:
             # The largest graph holds the memory that all share; the smallest shows what each costs beside that.

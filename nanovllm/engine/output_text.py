@@ -4,6 +4,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Detokenizer, IncrementalDetokenizer, decode_output
+from nanovllm.engine.outputs import RequestOutput, SampleOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,6 +23,37 @@ class OutputTexts:
             return None
         detokenizer = IncrementalDetokenizer(self._detokenizer, prompt_token_ids, params.skip_special_tokens)
         return OutputText(detokenizer, params, is_streamed=is_streamed)
+
+    def output_of(self, request: "Sequence") -> RequestOutput:
+        """The result of a request, given its first sample."""
+        samples = [self.sample_of(seq) for seq in request.samples]
+        first = samples[0]
+        output = RequestOutput(
+            text=first["text"],
+            token_ids=list(first["token_ids"]),
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens].tolist(),
+            finish_reason=first["finish_reason"],
+            stop_reason=first["stop_reason"],
+            num_cached_tokens=request.num_cached_tokens or 0,
+        )
+        if "logprobs" in first:
+            output["logprobs"] = list(first["logprobs"])
+        if request.params.prompt_logprobs is not None:
+            output["prompt_logprobs"] = request.prompt_logprobs
+        if request.params.n > 1:
+            output["samples"] = samples
+        return output
+
+    def sample_of(self, seq: "Sequence") -> SampleOutput:
+        output = SampleOutput(
+            text=self.text_of(seq),
+            token_ids=seq.output_token_ids.tolist(),
+            finish_reason=seq.finish_reason or "",
+            stop_reason=seq.stop_reason,
+        )
+        if seq.params.logprobs is not None:
+            output["logprobs"] = seq.logprobs[: seq.num_output_tokens]  # an aborted one may have more
+        return output
 
     def text_of(self, seq: "Sequence") -> str:
         """The text of a sequence's output so far, up to where a stop string ended it."""

@@ -1,10 +1,28 @@
 """What the engine gives back."""
 
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 
-class SampleOutput(TypedDict):
+class TokenLogprob(NamedTuple):
+    """A token at one position. `logprob` is its log-softmax among all tokens by the model's own logits; `rank` is one
+    more than the number of tokens with a larger logit, so that equally likely ones share it."""
+
+    logprob: float
+    rank: int
+
+
+# By token id: first the token that is there, then the best ones in order; of equal ones the lower ids come first.
+TokenLogprobs = dict[int, TokenLogprob]
+
+
+class _Logprobs(TypedDict, total=False):
+    """What a result has only if its request asked for it."""
+
+    logprobs: list[TokenLogprobs]
+
+
+class SampleOutput(_Logprobs):
     """One sample of a request.
 
     Keys:
@@ -12,6 +30,7 @@ class SampleOutput(TypedDict):
         token_ids: the output tokens, a token that ended the sample included.
         finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" or "abort".
         stop_reason: the token id or the stop string that ended the sample, None unless the reason is "stop".
+        logprobs: of each output token, and of the so many best at its position; only if the request asked for them.
     """
 
     text: str
@@ -32,12 +51,15 @@ class RequestOutput(_Result, total=False):
         prompt_token_ids: the prompt as the model saw it.
         num_cached_tokens: prompt tokens whose KV was found in the prefix cache, by the first sample.
         samples: all samples, the first included; only if more than one was asked for.
+        prompt_logprobs: of each prompt token as `logprobs`, None for the first token; only if the request asked for
+            them. Shorter than the prompt if the request was aborted before the end of it was computed.
     """
 
     samples: list[SampleOutput]
+    prompt_logprobs: list[TokenLogprobs | None]
 
 
-class OutputDelta(TypedDict):
+class OutputDelta(_Logprobs):
     """What became known of a sample since its last delta. The deltas of a sample add up to its output.
 
     Keys:
@@ -46,6 +68,7 @@ class OutputDelta(TypedDict):
         text: new text, in whole characters. Text that may be the beginning of a stop string comes once it isn't.
         token_ids: new output tokens. Their text may come with a later delta.
         finish_reason, stop_reason: those of `SampleOutput` in the last delta; None before.
+        logprobs: of the new tokens, as in `SampleOutput`.
     """
 
     index: int

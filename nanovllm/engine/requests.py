@@ -5,10 +5,9 @@ from array import array
 
 import xxhash
 
-from nanovllm.engine.inputs import InputProcessor
+from nanovllm.engine.inputs import InputProcessor, RequestParams
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
 
 
 class RequestFactory:
@@ -27,13 +26,13 @@ class RequestFactory:
         self._random = random.Random(seed)
         self._next_seq_id = 0
 
-    def make(self, token_ids: "array[int]", params: SamplingParams, *, is_streamed: bool = False) -> Sequence:
+    def make(self, token_ids: "array[int]", prepared: RequestParams, *, is_streamed: bool = False) -> Sequence:
         """The first sample of a request, which holds the others."""
+        params = prepared.params
         # Equal prefixes of prompts of different length are different content then.
         is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         max_total_tokens = self._inputs.max_total_tokens(len(token_ids), params.max_tokens)
-        stop_ids = self._inputs.stop_ids(params)
         request_id = self._next_seq_id
         self._next_seq_id += params.n
         first, *others = (
@@ -44,7 +43,8 @@ class RequestFactory:
                 request_id=request_id,
                 seed=sample_seed(seed, index),
                 max_total_tokens=max_total_tokens,
-                stop_ids=stop_ids,
+                stop_ids=prepared.stop_ids,
+                rules=prepared.rules,
                 cache_salt=len(token_ids) if is_salted else 0,
                 text=self._texts.follow(token_ids, params, is_streamed=is_streamed),
                 is_streamed=is_streamed,

@@ -17,13 +17,15 @@ class ScheduledBatch:
     """What one step computes. Sequences with one query token come first ("decode" rows), then the others.
 
     `starts[i]` tokens of sequence i were computed before, `num_query_tokens[i]` are computed now; the step
-    samples a token for it iff `is_sampled[i]`, that is, iff nothing is left to compute after it.
+    samples a token for it iff `is_sampled[i]`, that is, iff nothing is left to compute after it. `scored` are the
+    sequences that asked for their prompt's log-probabilities, with the positions of the prompt tokens whose turn it is.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     num_query_tokens: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
+    scored: list[tuple[Sequence, range]] = field(default_factory=list)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
@@ -42,9 +44,19 @@ class ScheduledBatch:
             self.num_decode_tokens += 1
         else:
             self.num_prefill_tokens += num_tokens
+            if seq.wants_prompt_scores:
+                self._score(seq, num_tokens)
         seq.num_computed_tokens += num_tokens
         self.is_sampled.append(seq.num_computed_tokens == seq.num_tokens)
         seq.num_in_flight += self.is_sampled[-1]
+
+    def _score(self, seq: Sequence, num_tokens: int) -> None:
+        """Notes the prompt tokens whose log-probabilities follow from the next tokens to be computed: each token's
+        logits are about the one after it. What a preempted sequence computes again is not scored again."""
+        end = min(seq.num_computed_tokens + num_tokens, seq.num_prompt_tokens - 1)
+        if end > seq.num_scored_tokens:
+            self.scored.append((seq, range(seq.num_scored_tokens + 1, end + 1)))
+            seq.num_scored_tokens = end
 
     def move_single_tokens_first(self) -> None:
         """Restores the order of the class's docstring (a prompt's last chunk can be a single token)."""

@@ -4,6 +4,8 @@ from array import array
 from enum import Enum, auto
 
 from nanovllm.engine.output_text import OutputText
+from nanovllm.engine.outputs import TokenLogprobs
+from nanovllm.engine.token_rules import TokenRules
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -32,15 +34,19 @@ class Sequence:
         "finish_reason",
         "is_streamed",
         "last_content_id",
+        "logprobs",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_scored_tokens",
         "other_samples",
         "params",
+        "prompt_logprobs",
         "request_id",
+        "rules",
         "seed",
         "seq_id",
         "slot",
@@ -64,6 +70,7 @@ class Sequence:
         cache_salt: int = 0,
         text: OutputText | None = None,
         is_streamed: bool = False,
+        rules: TokenRules | None = None,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -77,6 +84,7 @@ class Sequence:
             cache_salt: sequences share prefix blocks only under the same salt.
             text: follows the output, where stop strings or a stream need that.
             is_streamed: whoever asked for it looks at the sequence itself: no step reports it.
+            rules: what changes its logits, beside `params`' temperature, filters and min_tokens.
         """
         self.seq_id = seq_id
         self.request_id = seq_id if request_id is None else request_id
@@ -90,6 +98,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.text = text
         self.is_streamed = is_streamed
+        self.rules = rules
 
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
@@ -97,6 +106,9 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.num_scored_tokens = 0  # prompt tokens after the first whose log-probabilities are computed or scheduled
+        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # likewise; nothing comes before the first token
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")
@@ -140,6 +152,18 @@ class Sequence:
     def is_decoding(self) -> bool:
         """All that is left to compute is the token sampled last."""
         return self.num_tokens - self.num_computed_tokens == 1 and self.num_computed_tokens > 0
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Whether this sequence gets the log-probabilities of the prompt; of several samples, the first does."""
+        return self.params.prompt_logprobs is not None and self.seq_id == self.request_id
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens whose KV may come from the prefix cache: the logits after the others are wanted."""
+        if self.wants_prompt_scores and self.num_scored_tokens < self.num_prompt_tokens - 1:
+            return self.num_scored_tokens
+        return len(self.token_ids) - 1
 
     @property
     def has_reached_limit(self) -> bool:

@@ -1,4 +1,4 @@
-"""A packed batch on the device: one buffer, one copy."""
+"""A packed batch on the device: one buffer, one copy. Its extras, if it has any, are another."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.extras import PackedExtras
 from nanovllm.utils.context import ForwardContext
 
 # Kernels compile another variant for pointers that are not aligned to 16 bytes, so each array begins at such a place.
@@ -52,12 +53,45 @@ class StepTensors:
         )
 
 
+@dataclass(frozen=True)
+class ExtraTensors:
+    """The arrays of a `PackedExtras` as tensors; see there for shapes and meaning."""
+
+    fill_slots: torch.Tensor
+    fill_columns: torch.Tensor
+    fill_ids: torch.Tensor
+    mask_slots: torch.Tensor
+    masks: torch.Tensor
+    allowed_rows: torch.Tensor
+    bias_rows: torch.Tensor
+    bias_ids: torch.Tensor
+    bias_values: torch.Tensor
+    history_rows: torch.Tensor
+    prompt_lens: torch.Tensor
+    history_lens: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    word_rows: torch.Tensor
+    word_prefixes: torch.Tensor
+    word_ids: torch.Tensor
+    processor_rows: torch.Tensor
+    scored_rows: torch.Tensor
+    prompt_rows: torch.Tensor
+    prompt_targets: torch.Tensor
+
+
 _ARRAY_NAMES = [field.name for field in fields(StepTensors) if field.type is torch.Tensor]
+_EXTRA_NAMES = [field.name for field in fields(ExtraTensors)]
 
 
 def flatten(batch: PackedBatch) -> npt.NDArray[np.int32]:
-    """All arrays of a batch one after the other, as 32-bit patterns, each at a multiple of 16 bytes."""
-    arrays = [getattr(batch, name) for name in _ARRAY_NAMES]
+    """All arrays of a batch but its extras one after the other, as 32-bit patterns, each at a multiple of 16 bytes."""
+    return _flatten(batch, _ARRAY_NAMES)
+
+
+def _flatten(packed: PackedBatch | PackedExtras, names: list[str]) -> npt.NDArray[np.int32]:
+    arrays = [getattr(packed, name) for name in names]
     flat = np.empty(sum(_padded(array.size) for array in arrays), dtype=np.int32)
     offset = 0
     for array in arrays:
@@ -68,15 +102,8 @@ def flatten(batch: PackedBatch) -> npt.NDArray[np.int32]:
 
 def view_flat(flat: torch.Tensor, batch: PackedBatch, **changes: Any) -> StepTensors:
     """The arrays of `batch` as views of a flattened copy of it, on whatever device that is."""
-    tensors: dict[str, Any] = {}
-    offset = 0
-    for name in _ARRAY_NAMES:
-        array = getattr(batch, name)
-        part = flat[offset : offset + array.size]
-        tensors[name] = (part.view(torch.float32) if array.dtype == np.float32 else part).view(array.shape)
-        offset += _padded(array.size)
     return StepTensors(
-        **tensors,
+        **_view_flat(flat, batch, _ARRAY_NAMES),
         **{
             "num_decode_seqs": batch.num_decode_seqs,
             "max_query_len": batch.max_query_len,
@@ -88,7 +115,28 @@ def view_flat(flat: torch.Tensor, batch: PackedBatch, **changes: Any) -> StepTen
 
 def upload(batch: PackedBatch, device: torch.device) -> torch.Tensor:
     """The flattened batch on the device. The copy is only enqueued: pinned memory is not reused before it is done."""
-    flat = torch.from_numpy(flatten(batch))
+    return _upload(flatten(batch), device)
+
+
+def upload_extras(extras: PackedExtras, device: torch.device) -> ExtraTensors:
+    """The extras on the device; the copy is only enqueued."""
+    flat = _upload(_flatten(extras, _EXTRA_NAMES), device)
+    return ExtraTensors(**_view_flat(flat, extras, _EXTRA_NAMES))
+
+
+def _view_flat(flat: torch.Tensor, packed: PackedBatch | PackedExtras, names: list[str]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    offset = 0
+    for name in names:
+        array = getattr(packed, name)
+        part = flat[offset : offset + array.size]
+        tensors[name] = (part.view(torch.float32) if array.dtype == np.float32 else part).view(array.shape)
+        offset += _padded(array.size)
+    return tensors
+
+
+def _upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    flat = torch.from_numpy(array)
     return flat if device.type == "cpu" else flat.pin_memory().to(device, non_blocking=True)
 
 

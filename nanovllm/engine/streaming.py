@@ -26,10 +26,7 @@ class RequestStream:
             text = self._texts.text_of(seq)[self._num_chars :]
         else:
             text = seq.text.take() if seq.text is not None else ""
-        self._num_tokens += len(token_ids)
-        self._num_chars += len(text)
-        self.is_over = seq.is_finished
-        return OutputDelta(
+        delta = OutputDelta(
             index=self._index,
             sample=self._sample,
             text=text,
@@ -37,3 +34,9 @@ class RequestStream:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
         )
+        if seq.params.logprobs is not None:
+            delta["logprobs"] = seq.logprobs[self._num_tokens : self._num_tokens + len(token_ids)]
+        self._num_tokens += len(token_ids)
+        self._num_chars += len(text)
+        self.is_over = seq.is_finished
+        return delta

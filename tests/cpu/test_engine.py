@@ -23,9 +23,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import llm_engine, model_runner, output_text
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step_handle import StepHandle
 from nanovllm.layers.attention import Attention
 from tests.checkpoints import VOCAB_SIZE, save_random_model
 

@@ -283,3 +283,20 @@ def test_streamed_samples(llm: LLM, prompts: list[list[int]], expected: list[lis
     assert [[token_ids[index, sample] for sample in range(N)] for index in range(len(prompts))] == expected
     with pytest.raises(ValueError, match=f"n must be 1 .* got {N}"):
         llm.open_stream(prompts[0], PARAMS)
+
+
+def test_logprobs_of_samples(llm: LLM, prompts: list[list[int]]) -> None:
+    """Each sample has those of its own tokens, also in a stream; the prompt is scored once, for the first."""
+    params = replace(PARAMS, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate(prompts[2:3], params, use_tqdm=False)
+    for sample in output["samples"]:
+        assert [next(iter(entry)) for entry in sample["logprobs"]] == sample["token_ids"]
+        assert "prompt_logprobs" not in sample
+    assert [next(iter(entry)) for entry in output["prompt_logprobs"][1:]] == prompts[2][1:]
+    assert output["logprobs"] == output["samples"][0]["logprobs"]
+    streamed: dict[int, list[Any]] = {}
+    for delta in llm.stream(prompts[2:3], params):
+        streamed.setdefault(delta["sample"], []).extend(delta["logprobs"])
+    assert [list(map(list, entries)) for entries in streamed.values()] == [
+        list(map(list, sample["logprobs"])) for sample in output["samples"]
+    ]

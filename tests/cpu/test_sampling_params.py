@@ -40,6 +40,15 @@ def test_defaults() -> None:
         "min_tokens": [0, 64, np.int64(5)],
         "skip_special_tokens": [True, False],
         "n": [1, 2, 1000, np.int64(3)],
+        "logprobs": [None, 0, 1, 20, np.int64(5)],
+        "prompt_logprobs": [None, 0, 1, 20, np.int64(5)],
+        "presence_penalty": [-2, 0, 0.5, 2.0, np.float32(1)],
+        "frequency_penalty": [-2.0, 0, 0.5, 2, np.float32(1)],
+        "repetition_penalty": [1e-9, 1, 1.3, 100.0, np.float32(1)],
+        "logit_bias": [{}, {5: 1.0}, {np.int64(5): np.float32(-100)}, {0: 100}, (), ((5, 1.0),), [(5, -1)]],
+        "bad_words": [(), [], ["a b", [5]], [(5, 7)], [np.array([5])], iter(["x"])],
+        "allowed_token_ids": [None, [0], {5, 7}, np.array([5]), range(3)],
+        "logits_processor": [None, lambda logits, rows: None, max],
     }.items(),
 )
 def test_accepted(name: str, values: list[Any]) -> None:
@@ -60,6 +69,14 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "stop_token_ids": [[-1], [5, -7]],
         "min_tokens": [-1, 65],  # more than max_tokens
         "n": [0, -1],
+        "logprobs": [-1, 21],
+        "prompt_logprobs": [-1, 21],
+        "presence_penalty": [-2.001, 2.001, NAN, INF],
+        "frequency_penalty": [-2.001, 2.001, NAN, -INF],
+        "repetition_penalty": [0, 0.0, -1, NAN, INF],
+        "logit_bias": [{-1: 1.0}, {5: 100.5}, {5: -101}, {5: NAN}, {5: -INF}],
+        "bad_words": [[""], [[]], ["a", ""], [[5, -1]]],
+        "allowed_token_ids": [[], [-1], [5, -7]],
     }.items(),
 )
 def test_out_of_range(name: str, values: list[Any]) -> None:
@@ -85,6 +102,15 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "min_tokens": [False, 0.0, "0", None],
         "skip_special_tokens": [0, 1, None, "no"],
         "n": [True, 2.0, "2", None],
+        "logprobs": [True, 1.0, "1"],
+        "prompt_logprobs": [False, 1.0, "1"],
+        "presence_penalty": [True, "1", None],
+        "frequency_penalty": [True, "1", None],
+        "repetition_penalty": [True, "1", None],
+        "logit_bias": [5, "5", None, {"5": 1.0}, {5.0: 1.0}, {5: "1"}, {5: None}, [5], [(5, 1.0, 2)]],
+        "bad_words": ["word", b"word", 5, None, [5], [None], [[5.0]], [["a"]]],
+        "allowed_token_ids": [5, "5", [5.0], ["5"], [True], [[5]]],
+        "logits_processor": ["name", 5, [max]],
     }.items(),
 )
 def test_wrong_type(name: str, values: list[Any]) -> None:
@@ -157,6 +183,32 @@ def test_stop_is_a_tuple() -> None:
     assert params.stop == ("ab", "c")
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert hash(params) == hash(SamplingParams(stop=("ab", "c")))
+
+
+def test_rules_are_copied() -> None:
+    """The same for everything else that is a list or a dict, in a form that one can hand on and hash."""
+    biases, words, inner, allowed = {5: 1}, ["a"], [5, 7], [1, 2, 1]
+    params = SamplingParams(logit_bias=biases, bad_words=[*words, inner], allowed_token_ids=allowed)  # type: ignore
+    biases[5] = 9
+    inner.append(3)
+    allowed.append(9)
+    assert params.logit_bias == ((5, 1.0),)
+    assert params.bad_words == ("a", (5, 7))
+    assert params.allowed_token_ids == (1, 2)
+    assert hash(dataclasses.replace(params)) == hash(params)
+    assert dataclasses.replace(params, seed=3).logit_bias == ((5, 1.0),)
+
+
+def test_unhashable_processor() -> None:
+    """Rows are grouped by their processor."""
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, logits: Any, rows: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="hashed"):
+        SamplingParams(logits_processor=Unhashable())
 
 
 def test_numpy_integers_behave_as_python_ones() -> None:

@@ -161,7 +161,7 @@ def test_of_others(llm: LLM) -> None:
 
 def test_needs_a_tokenizer(random_llama: Any, make_llm: Any) -> None:
     llm = make_llm(random_llama[0])
-    with pytest.raises(ValueError, match=r"prompt 1: stop=.*tokenizer"):
+    with pytest.raises(ValueError, match=r"sampling params 1: stop=.*tokenizer"):
         llm.generate([[1], [2]], [GREEDY, replace(GREEDY, stop="a")], use_tqdm=False)
     assert llm.is_finished()
 
@@ -169,8 +169,8 @@ def test_needs_a_tokenizer(random_llama: Any, make_llm: Any) -> None:
 def test_admission_expects_early_ends(llm: LLM) -> None:
     """Guards against the forecast taking a request for one that only its length ends."""
     prompt = array("i", [1])
-    plain = llm.requests.make(prompt, replace(GREEDY, ignore_eos=True))
-    stopped = llm.requests.make(prompt, replace(GREEDY, ignore_eos=True, stop="x"))
+    both = [replace(GREEDY, ignore_eos=True), replace(GREEDY, ignore_eos=True, stop="x")]
+    plain, stopped = (llm.requests.make(prompt, prepared) for prepared in llm.inputs.process_params(both, 2))
     assert (plain.can_stop_early, stopped.can_stop_early) == (False, True)
 
 

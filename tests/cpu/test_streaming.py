@@ -4,7 +4,7 @@ import gc
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def joined(deltas: list[Any]) -> dict[int, dict[str, Any]]:
     """What the deltas of each index add up to."""
     whole: dict[int, dict[str, Any]] = {}
     for delta in deltas:
-        assert set(delta) == set(get_type_hints(OutputDelta)) and type(delta) is dict
+        assert set(delta) == OutputDelta.__required_keys__ and type(delta) is dict
         one = whole.setdefault(delta["index"], {"text": "", "token_ids": [], "finish_reason": None})
         assert one["finish_reason"] is None  # only the last has a reason
         assert delta["token_ids"] or delta["finish_reason"]

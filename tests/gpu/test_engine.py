@@ -149,7 +149,7 @@ def test_graph_equals_eager(qwen3_wide: Any, attention_backend: str, monkeypatch
         padded = pad_decode(batch, size, -(-runner.max_model_len // runner.block_size), 8)
         with torch.inference_mode():
             inputs = view_flat(upload(padded, runner.device), padded, max_context_len=runner.max_model_len)
-            assert torch.equal(runner._execute(inputs), tokens)
+            assert torch.equal(runner._sample(runner._forward(inputs), inputs), tokens)
         assert torch.equal(seen[-1], replayed)
     llm.close()
 

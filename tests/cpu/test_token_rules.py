@@ -1,0 +1,169 @@
+"""Rules that requests bring: how words become tokens, what is refused, and how."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.token_rules import TokenRules, compile_rules
+from tests.checkpoints import VOCAB_SIZE, save_byte_tokenizer, save_markov_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+VOCABULARY = {"dog": [5], " dog": [6], "cat": [7, 8], " cat": [9, 8], "fish": [4], " fish": [2, 4]}
+
+
+def tokenize(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    """Has other tokens for a word with the space before it, as BPE tokenizers do."""
+    assert not add_special_tokens
+    return {"input_ids": VOCABULARY.get(text, [])}
+
+
+def compile_words(*words: Any) -> TokenRules:
+    rules = compile_rules(SamplingParams(bad_words=words), tokenize, 20)
+    assert rules is not None
+    return rules
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory, make_shared_llm: Any) -> LLM:
+    """After byte t comes t + 1, else t + 2, else t + 3, ..."""
+    folder: Path = tmp_path_factory.mktemp("counting")
+    distance = (torch.arange(300) - torch.arange(300)[:, None] - 1) % 300
+    save_markov_model(folder, 20.0 - distance.float())
+    save_byte_tokenizer(folder, num_specials=44)
+    engine: LLM = make_shared_llm(folder)
+    return engine
+
+
+# Words
+
+
+def test_words_with_and_without_space() -> None:
+    """A word is another token after a space, and both are banned, however the word was written."""
+    for word in ("dog", " dog"):
+        rules = compile_words(word)
+        assert dict(zip(rules.bias_ids.tolist(), rules.bias_values.tolist(), strict=True)) == {
+            5: -np.inf,
+            6: -np.inf,
+        }
+        assert not len(rules.word_ids)
+
+
+def test_words_of_several_tokens() -> None:
+    """Their last token is banned after the others, which are padded on the left."""
+    rules = compile_words("cat", [1, 2, 3], "fish")
+    assert rules.word_prefixes.tolist() == [[-1, 7], [-1, 9], [1, 2]]
+    assert rules.word_ids.tolist() == [8, 8, 3]
+    assert rules.bias_ids.tolist() == [4]  # " fish" ends with "fish", which is banned anyway
+    assert rules.needs_history
+
+
+def test_words_that_never_come() -> None:
+    """A word with a token that is never sampled needs no check."""
+    rules = compile_words([25, 1], [1, 25], [25], [1, 2])
+    assert rules.word_ids.tolist() == [2]
+
+
+def test_bans_win_over_biases() -> None:
+    params = SamplingParams(logit_bias={5: 100.0, 9: 1.0, 30: 1.0}, bad_words=["dog"])  # type: ignore[arg-type]
+    rules = compile_rules(params, tokenize, 20)
+    assert rules is not None
+    assert dict(zip(rules.bias_ids.tolist(), rules.bias_values.tolist(), strict=True)) == {
+        5: -np.inf,
+        6: -np.inf,
+        9: 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "bcdefg"),
+        (["c"], "bdefgh"),
+        (["cd"], "bcefgh"),
+        (["cd", "ce", "fg"], "bcfhij"),
+        (["abc"], "bcdefg"),  # only the output counts
+        (["bcd"], "bcefgh"),
+        ([b"bcd"], "bcefgh"),
+        (["bcde", "é"], "bcdfgh"),
+    ],
+    ids=str,
+)
+def test_text_has_no_bad_word(counting: LLM, words: list[Any], text: str) -> None:
+    words = [list(word) if isinstance(word, bytes) else word for word in words]
+    (output,) = counting.generate("a", replace(GREEDY, bad_words=tuple(words)), use_tqdm=False)
+    assert output["text"] == text
+
+
+def test_default_params_have_no_rules() -> None:
+    assert compile_rules(GREEDY, None, 20) is None
+    assert compile_rules(replace(GREEDY, logprobs=5, prompt_logprobs=5, min_tokens=3), None, 20) is None
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "token of logit_bias 320 is outside"),
+        ({"bad_words": [[5, VOCAB_SIZE]]}, "token of bad_words 320 is outside"),
+        ({"allowed_token_ids": [5, VOCAB_SIZE + 3]}, "token of allowed_token_ids 323 is outside"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop token 320 is outside"),
+        ({"bad_words": ["word"]}, "bad_words: this model has no tokenizer, so 'word'"),
+    ],
+    ids=str,
+)
+def test_refused_with_index(random_llama: Any, make_llm: Any, settings: dict[str, Any], message: str) -> None:
+    """By name, value, range and index, before anything is queued; the engine goes on."""
+    llm = make_llm(random_llama[0])
+    params = SamplingParams(**settings)
+    with pytest.raises(ValueError, match=rf"sampling params 1: {message}"):
+        llm.generate([[1], [2]], [GREEDY, params], use_tqdm=False)
+    with pytest.raises(ValueError, match=rf"sampling params 0: {message}"):
+        llm.add_request([1], params)
+    assert llm.is_finished()
+    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 6
+
+
+def test_words_without_tokens() -> None:
+    with pytest.raises(ValueError, match="bad_words: the tokenizer has no token for 'bird'"):
+        compile_words("dog", "bird")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowed_token_ids": [5], "bad_words": [[5]]},
+        {"allowed_token_ids": [5, 6], "bad_words": [[5], [7, 6]]},  # not always, but it can happen
+        {"allowed_token_ids": [5], "min_tokens": 2, "stop_token_ids": [5]},
+        {"bad_words": [[token] for token in range(300)]},
+        {"allowed_token_ids": [310]},  # the model has a logit for it, the tokenizer no text
+    ],
+    ids=lambda settings: ",".join(settings),
+)
+def test_nothing_left(byte_llama: Path, make_llm: Any, settings: dict[str, Any]) -> None:
+    """With every logit at -inf, an argmax would give token 0: somebody's banned token."""
+    llm = make_llm(byte_llama)
+    with pytest.raises(ValueError, match="can leave none of the 300 tokens"):
+        llm.generate([[1]], replace(GREEDY, **settings), use_tqdm=False)
+
+
+def test_ids_that_are_never_sampled(byte_llama: Path, make_llm: Any) -> None:
+    """Prompts may have ids beyond the tokenizer, and rules may name them; outputs never do."""
+    llm = make_llm(byte_llama)
+    params = replace(
+        GREEDY,
+        repetition_penalty=2.0,
+        logit_bias={310: 100.0, 7: 90.0},
+        allowed_token_ids=[7, 8, 310],
+        bad_words=[[310, 8]],
+    )
+    (output,) = llm.generate([[310, 319, 5]], params, use_tqdm=False)
+    assert output["token_ids"] == [7] * 6
