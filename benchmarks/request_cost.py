@@ -4,8 +4,9 @@
     python -m benchmarks.request_cost --shape qwen3-0.6b --batch 256    # random weights, on a GPU
 
 Every pass completes the same number of requests of the same lengths with other token ids. A variant's cost is the
-median over the rounds of its time against the plain pass of the same round. Below the table: what following the text of
-one output costs a token, alone, on the host. The last line is JSON.
+median over the rounds of its time against the plain pass of the same round; `cpu_cost` is the same in processor time,
+which other processes disturb less (on a GPU it includes waiting, and says little). Below the table: what following the
+text of one output costs a token, alone, on the host. The last line is JSON.
 """
 
 import argparse
@@ -59,23 +60,29 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     lengths = mixed_requests(args.batch, (args.prompt_len,) * 2, (args.output_len,) * 2, seed=0)
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     host: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    cpu: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for repeat in range(-1, args.repeats):
         for index, name in enumerate(VARIANTS):
             requests = with_other_tokens(lengths, seed=100 * repeat + index)
+            cpu_started = time.process_time()
             with waiting_time() as waited:
                 spent = run_pass(llm, name, requests)
+            cpu_spent = time.process_time() - cpu_started
             if repeat >= 0:  # the first round warms up
                 seconds[name].append(spent)
+                cpu[name].append(cpu_spent)
                 host[name].append((spent - sum(waited)) / len(waited))
     figures: dict[str, Any] = {}
     num_tokens = args.batch * args.output_len
     print(f"{args.batch} requests, {args.prompt_len} tokens in, {args.output_len} out, {args.repeats} rounds")
     for name in VARIANTS:
         ratios = [one / plain - 1 for one, plain in zip(seconds[name], seconds[PLAIN], strict=True)]
+        cpu_ratios = [one / plain - 1 for one, plain in zip(cpu[name], cpu[PLAIN], strict=True)]
         figures[name] = {
             "output_tok_s": round(num_tokens / statistics.median(seconds[name]), 1),
             "cost": round(statistics.median(ratios), 4),
             "cost_range": [round(min(ratios), 4), round(max(ratios), 4)],
+            "cpu_cost": round(statistics.median(cpu_ratios), 4),
             "host_ms_a_step": round(1e3 * statistics.median(host[name]), 3),
         }
         print(f"{name:24} " + ", ".join(f"{key} {value}" for key, value in figures[name].items()), flush=True)

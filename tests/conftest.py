@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import LLM
+from nanovllm import LLM, AsyncLLM
 from tests.checkpoints import save_byte_tokenizer, save_random_model
 
 if not torch.cuda.is_available():
@@ -61,6 +61,24 @@ def make_llm() -> Iterator[Callable[..., LLM]]:
 def make_shared_llm() -> Iterator[Callable[..., LLM]]:
     """Like `make_llm`, for engines that a whole test file shares."""
     yield from _engines()
+
+
+@pytest.fixture
+def make_async_llm(byte_llama: Path) -> Iterator[Callable[[], AsyncLLM]]:
+    """Makes engines; each must end idle, with all blocks back and without its thread."""
+    made: list[tuple[AsyncLLM, LLM]] = []
+
+    def make() -> AsyncLLM:
+        llm = LLM(str(byte_llama), device="cpu", num_kvcache_blocks=512, kvcache_block_size=16)
+        made.append((AsyncLLM(llm), llm))
+        return made[-1][0]
+
+    yield make
+    for engine, llm in made:
+        engine.close()
+        llm.block_manager.check_integrity([])
+        assert llm.block_manager.num_used_blocks == 0
+        assert not engine._driver._thread.is_alive()
 
 
 @pytest.fixture(scope="session")

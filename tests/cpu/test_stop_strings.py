@@ -232,6 +232,17 @@ def test_any_bytes(words: Any, prompt: list[int], tokens: list[int], params: Sam
     check(words, prompt, tokens, params)
 
 
+def test_bytes_without_end(words: Any) -> None:
+    """Guards against a character that is lost where older bytes are forgotten: those before it are no text, however
+    many."""
+    shared = Detokenizer(words)
+    for num_bytes in range(40):
+        tokens = [0x80] * num_bytes + list("漢🙂".encode())
+        one = IncrementalDetokenizer(shared, [97], True)
+        assert "".join(map(one.push, tokens)) == bytes(tokens).decode(errors="replace")
+        assert len(one._token_ids) < 20
+
+
 PIECES = st.sampled_from([1, 2, *range(259, 268)]).map(lambda token_id: [token_id])
 SPELLED = st.sampled_from([*"é漢🙂a"]).map(lambda text: [3 + byte for byte in text.encode()])
 OUTPUTS = st.lists(PIECES | SPELLED | st.integers(3, 258).map(lambda token_id: [token_id]), max_size=12).map(
@@ -248,6 +259,7 @@ def test_any_pieces(strips: bool) -> None:
 
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(OUTPUTS.filter(bool), OUTPUTS, params_of(STOPS))
+    @example([260, 1], [264], SamplingParams(stop=" a"))  # the special token is left out, but not the space after it
     @example([1], [3 + byte for byte in "漢🙂".encode()], SamplingParams(stop="漢"))
     def test(prompt: list[int], tokens: list[int], params: SamplingParams) -> None:
         check(tokenizer, prompt, tokens, params)

@@ -231,16 +231,18 @@ def test_beside_others(llm: LLM) -> None:
     short = llm.add_request(PROMPTS[0], replace(PARAMS, max_tokens=3))
     first, second = llm.stream(PROMPTS, PARAMS), llm.stream(PROMPTS, PARAMS)
     deltas = [[next(first) for _ in range(7)], [next(second)]]
-    step = llm.step()
-    assert set(step.finished) <= {short} and set(step.new_token_ids) <= {short}
+    first_step = llm.step()
+    assert set(first_step.finished) <= {short} and set(first_step.new_token_ids) <= {short}
     again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [output["token_ids"] for output in again] == [output["token_ids"] for output in expected]
+    step = llm.step()  # by now all that was asked for has ended
+    assert set(step.finished) <= {short}
     deltas[1] += second
     long = llm.add_request(PROMPTS[0], PARAMS)
     deltas[0] += first
     for one in deltas:
         assert_equals(one, expected)
-    finished = {**step.finished, **finish(llm)}
+    finished = {**first_step.finished, **step.finished, **finish(llm)}
     assert set(finished) == {short, long}
     assert finished[short]["token_ids"] == expected[0]["token_ids"][:3]
     assert finished[long]["token_ids"] == expected[0]["token_ids"]
