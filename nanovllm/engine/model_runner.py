@@ -138,7 +138,9 @@ class ModelRunner:
         if inputs.num_decode_seqs:
             decode_ids = token_ids[: inputs.num_decode_seqs]
             last = self.last_tokens[inputs.slots[: inputs.num_decode_seqs]].int()
-            token_ids = torch.cat((torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids), token_ids[len(last) :]))
+            decode_ids = torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids)
+            prefill_ids = token_ids[len(last) :]
+            token_ids = torch.cat((decode_ids, prefill_ids)) if len(prefill_ids) else decode_ids
         context = inputs.forward_context()
         context.decode_plan = self.decode_backend.prepare_decode(context)
         context.prefill_plan = self.prefill_backend.prepare_prefill(context)
