@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from nanovllm.constraint import Constraint, check_constraints, make_constraint
 from nanovllm.utils.checks import check_bool, check_int, check_number
 
 # Below this temperature the scaled gap between any two distinct float logits dwarfs the noise, while the
@@ -30,6 +32,11 @@ class SamplingParams:
         stop_token_ids: end the request when one of these is emitted (also when `ignore_eos` is set).
         min_tokens: neither an end-of-sequence token nor a stop token is sampled before this many.
         skip_special_tokens: leave special tokens out of the text.
+        json_schema: the output is JSON that this schema allows: a dict, or JSON text (which is what is kept).
+        regex: the output matches this regular expression as a whole.
+        choice: the output is one of these strings.
+        grammar: the output is a sentence of this context-free grammar, in Lark's syntax.
+            At most one of the four can be set; they need `pip install nanovllm[structured]`.
     """
 
     temperature: float = 1.0
@@ -42,6 +49,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1)
@@ -56,6 +67,9 @@ class SamplingParams:
             "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
+            **check_constraints(
+                json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar
+            ),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -63,6 +77,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output must match, if anything."""
+        return make_constraint(json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar)
 
     @property
     def has_filter(self) -> bool:
