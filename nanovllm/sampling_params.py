@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.constraint import Constraint, check_constraints, make_constraint
 from nanovllm.utils.checks import check_bool, check_int, check_number
 
 if TYPE_CHECKING:
@@ -74,6 +75,11 @@ class SamplingParams:
         allowed_token_ids: nothing else is sampled, end-of-sequence tokens included; None allows everything.
         logits_processor: a function `f(logits, rows)` that may change the logits [M, V] in place, or return others, of
             all M running requests that ask for that same function; `layers.logits.LogitsRows` says what `rows` has.
+        json_schema: the output is JSON that this schema allows: a dict, or JSON text (which is what is kept).
+        regex: the output matches this regular expression as a whole.
+        choice: the output is one of these strings.
+        grammar: the output is a sentence of this context-free grammar, in Lark's syntax.
+            At most one of the four can be set; they need `pip install nanovllm[structured]`.
     """
 
     temperature: float = 1.0
@@ -98,6 +104,10 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logits_processor: "LogitsProcessor | None" = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1)
@@ -123,6 +133,9 @@ class SamplingParams:
             "logit_bias": _biases(self.logit_bias),
             "bad_words": _bad_words(self.bad_words),
             "allowed_token_ids": _allowed_ids(self.allowed_token_ids),
+            **check_constraints(
+                json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar
+            ),
         }
         processor = self.logits_processor
         if processor is not None and not (callable(processor) and isinstance(processor, Hashable)):
@@ -151,6 +164,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output must match, if anything."""
+        return make_constraint(json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar)
 
     @property
     def has_filter(self) -> bool:
