@@ -35,10 +35,10 @@ MAX_BIAS = 100.0  # of a token, either way
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Checked on construction.
 
-    What changes the logits applies in this order: allowed_token_ids, logit_bias, bad_words; repetition_penalty, then
-    frequency_penalty and presence_penalty; logits_processor; min_tokens; temperature; top_k; top_p over the
-    renormalised survivors (the token that crosses the threshold stays); min_p. Log-probabilities are of the model's
-    own logits, before all of these.
+    What changes the logits applies in this order: the constraint, allowed_token_ids, logit_bias, bad_words;
+    repetition_penalty, then frequency_penalty and presence_penalty; logits_processor; min_tokens; temperature; top_k;
+    top_p over the renormalised survivors (the token that crosses the threshold stays); min_p. Log-probabilities are of
+    the model's own logits, before all of these.
 
     Attributes:
         temperature: divides the logits; 0 is greedy. Finite, at least 0.
@@ -79,7 +79,8 @@ class SamplingParams:
         regex: the output matches this regular expression as a whole.
         choice: the output is one of these strings.
         grammar: the output is a sentence of this context-free grammar, in Lark's syntax.
-            At most one of the four can be set; they need `pip install nanovllm[structured]`.
+            At most one of the four can be set, and neither bad_words nor allowed_token_ids with it. They need
+            `pip install nanovllm[structured]`.
     """
 
     temperature: float = 1.0
@@ -142,6 +143,9 @@ class SamplingParams:
             raise TypeError(f"logits_processor must be a function that can be hashed, got {processor!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.constraint is not None and (self.bad_words or self.allowed_token_ids is not None):
+            name = "bad_words" if self.bad_words else "allowed_token_ids"
+            raise ValueError(f"{self.constraint.kind} and {name} exclude each other: together they can allow no token")
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n must be 1 for greedy sampling (temperature={self.temperature}), got {self.n}")
 
@@ -191,7 +195,8 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether anything but min_tokens, temperature and filters does."""
         has_rule = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
-        return bool(has_rule) or self.has_penalty or self.logits_processor is not None
+        has_function = self.logits_processor is not None or self.constraint is not None
+        return bool(has_rule) or self.has_penalty or has_function
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

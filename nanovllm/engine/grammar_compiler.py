@@ -70,7 +70,7 @@ class GrammarCompiler:
             num_ids: token ids below this can be sampled.
             eos_token_ids: the model's end-of-sequence tokens.
             cache_size: constraints to keep.
-            patience: seconds that `compile` waits, to raise what is wrong with a constraint at once.
+            patience: seconds that `compile` waits for a new constraint, to raise what is wrong with it at once.
             num_threads: constraints compiled at the same time.
         """
         self._tokenizer = tokenizer
@@ -98,8 +98,8 @@ class GrammarCompiler:
             future = self._grammars[constraint] = self._pool.submit(_compile, constraint, self._vocabulary)
             if len(self._grammars) > self._cache_size:
                 self._grammars.popitem(last=False)
+            wait([future], self._patience)
         self._grammars.move_to_end(constraint)
-        wait([future], self._patience)
         if future.done():
             future.result()
         return future
