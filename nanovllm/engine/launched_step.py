@@ -22,19 +22,25 @@ class LaunchedStep:
 
     Attributes:
         constrained: its sampled sequences that have a constraint, in the order of their rows of logits.
-        is_accepted: whether their matchers have taken its tokens.
+        token_ids: of its sampled sequences, once they have been read.
     """
 
     batch: ScheduledBatch
     handle: StepHandle
     constrained: list[Sequence]
-    is_accepted: bool = False
+    token_ids: list[int] | None = None
 
-    def report_tokens(self, token_ids: list[int], output: StepOutput) -> dict[int, str]:
+    def read(self) -> list[int]:
+        """The tokens of the sampled sequences; waits for them the first time."""
+        if self.token_ids is None:
+            self.token_ids = self.handle.read()
+        return self.token_ids
+
+    def report_tokens(self, output: StepOutput) -> dict[int, str]:
         """Shows the tokens to who follows them, before the scheduler takes them; returns the stop strings that they
         complete in the texts, by seq_id."""
         stop_strings = {}
-        for seq, token_id in zip(self.batch.sampled_sequences, token_ids, strict=True):
+        for seq, token_id in zip(self.batch.sampled_sequences, self.read(), strict=True):
             if seq.is_finished:
                 continue
             if not seq.is_streamed:
@@ -62,13 +68,14 @@ def constrained_sequences(batch: ScheduledBatch, packed: PackedBatch) -> list[Se
 
 
 def advance_matchers(previous: LaunchedStep | None, constrained: list[Sequence]) -> npt.NDArray[np.int32]:
-    """Waits for the tokens of the previous step, moves its matchers past them, and fills the masks of the next tokens.
+    """Moves the previous step's matchers past its tokens, which it waits for, and fills the masks of the next tokens.
 
-    A matcher takes each sampled token once, and never one that is computed again. Afterwards it knows whether its
-    sequence is complete, which can show only when its mask is filled.
+    Called before anybody else reads that step's tokens; a second call finds that the matchers have them. So a matcher
+    takes each sampled token once, and never one that is computed again. Afterwards it knows whether its sequence is
+    complete, which can show only when its mask is filled.
 
     Args:
-        previous: the step whose tokens are to be read.
+        previous: the step in flight, if there is one.
         constrained: the sequences of the step after it that sample a token under a constraint.
 
     Returns:
@@ -85,10 +92,9 @@ def advance_matchers(previous: LaunchedStep | None, constrained: list[Sequence])
 
 def _accept_tokens(step: LaunchedStep) -> list[Sequence]:
     """Moves the matchers of a step's sequences past their tokens, unless that was done; returns the sequences."""
-    if step.is_accepted or not step.constrained:
+    if step.token_ids is not None or not step.constrained:
         return []
-    step.is_accepted = True
-    token_of = dict(zip([seq.seq_id for seq in step.batch.sampled_sequences], step.handle.read(), strict=True))
+    token_of = dict(zip([seq.seq_id for seq in step.batch.sampled_sequences], step.read(), strict=True))
     moved = [seq for seq in step.constrained if not seq.is_finished]  # an aborted one has dropped its token
     for seq in moved:
         _matcher_of(seq).accept(token_of[seq.seq_id])

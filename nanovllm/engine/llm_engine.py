@@ -235,14 +235,14 @@ class LLMEngine:
             num_preemptions=launched.num_preemptions,
         )
         if previous is not None:
-            advance_matchers(previous, [])  # unless the step launched now has done it
-            token_ids = previous.handle.read()
+            if previous.constrained:
+                advance_matchers(previous, [])  # unless the step launched now has done it
+                for seq in previous.failed_sequences():
+                    self.scheduler.finish(seq, "abort")
+                    self._retire([seq])
+            token_ids = previous.read()
             previous.handle.record_logprobs(previous.batch)
-            failed = previous.failed_sequences()
-            for seq in failed:
-                self.scheduler.finish(seq, "abort")
-            self._retire(failed)
-            stop_strings = previous.report_tokens(token_ids, output)
+            stop_strings = previous.report_tokens(output)
             self._retire(self.scheduler.postprocess(previous.batch, token_ids, stop_strings))
         output.num_used_blocks = self.block_manager.num_used_blocks
         output.num_free_blocks = self.block_manager.num_free_blocks
