@@ -2,12 +2,14 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.grammar_compiler import Grammar, GrammarCompiler
 from nanovllm.engine.token_rules import TokenRules, check_token_is_left, compile_rules
 from nanovllm.sampling_params import SamplingParams
 
@@ -18,11 +20,12 @@ IdArray = npt.NDArray[np.integer[Any]]
 @dataclass(frozen=True)
 class RequestParams:
     """A request's params, and what they mean to this engine: the tokens that end the request, less those that are never
-    sampled, and what changes its logits."""
+    sampled, what changes its logits, and the grammar of its constraint, which may still be on its way."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
     rules: TokenRules | None
+    grammar: "Future[Grammar] | None"
 
 
 class InputProcessor:
@@ -53,6 +56,7 @@ class InputProcessor:
         self.num_kv_tokens = num_kv_tokens
         self.num_sampled_ids = vocab_size if num_sampled_ids is None else num_sampled_ids
         self.eos_token_ids = eos_token_ids
+        self.grammars = GrammarCompiler(tokenizer, self.num_sampled_ids, eos_token_ids)
 
     def process_prompts(self, prompts: Any) -> list["array[int]"]:
         """Token ids of each prompt: `check_prompts` and `encode` in one go."""
@@ -106,7 +110,9 @@ class InputProcessor:
         Raises:
             TypeError: something is not a SamplingParams.
             ValueError: the list's length is not the number of prompts, or params ask for what this model can't do: ids
-                outside the vocabulary, strings without a tokenizer, no token that may be sampled.
+                outside the vocabulary, strings without a tokenizer, no token that may be sampled, a constraint that is
+                wrong or not supported.
+            ImportError: a constraint needs the grammar library, which is not installed.
         """
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -140,7 +146,12 @@ class InputProcessor:
         stop_ids = frozenset(token_id for token_id in stop_ids if token_id < self.num_sampled_ids)
         rules = compile_rules(params, self.tokenizer, self.num_sampled_ids)
         check_token_is_left(params, rules, stop_ids, self.num_sampled_ids)
-        return RequestParams(params, stop_ids, rules)
+        grammar = self.grammars.compile(params.constraint) if params.constraint is not None else None
+        return RequestParams(params, stop_ids, rules, grammar)
+
+    def close(self) -> None:
+        """Drops what is still being compiled."""
+        self.grammars.close()
 
     def max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""

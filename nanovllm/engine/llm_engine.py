@@ -9,8 +9,10 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.entrance import Entrance
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt
+from nanovllm.engine.launched_step import LaunchedStep, advance_matchers, constrained_sequences
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import RequestOutput, StepOutput
@@ -18,7 +20,6 @@ from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_handle import StepHandle
 from nanovllm.models import resolve_architecture
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
@@ -67,6 +68,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
+        self.entrance = Entrance(self.scheduler)
         self.inputs = InputProcessor(
             self.tokenizer,
             vocab_size=spec.vocab_size,
@@ -82,7 +84,7 @@ class LLMEngine:
             seed=self.config.seed,
             salt_above=spec.max_position_embeddings if spec.rope.depends_on_length else None,
         )
-        self._in_flight: tuple[ScheduledBatch, StepHandle] | None = None
+        self._in_flight: LaunchedStep | None = None
         # Every request is in one of these, as its first sample, from its arrival until it is reported.
         self._unfinished: dict[int, Sequence] = {}
         self._ended: dict[int, Sequence] = {}
@@ -103,7 +105,7 @@ class LLMEngine:
         request = self._unfinished.get(seq_id)
         if request is None:
             return False
-        self._abort_samples(request)
+        self.entrance.abort(request)
         self._retire([request])
         return True
 
@@ -156,6 +158,7 @@ class LLMEngine:
         self._is_closed = True
         self._abort_all()
         self._ended.clear()
+        self.inputs.close()
         self.runner.close()
         del self.runner
 
@@ -200,20 +203,30 @@ class LLMEngine:
 
     def _step(self) -> StepOutput:
         try:
+            if self.entrance.num_held:
+                self._retire(self.entrance.open())
             batch = self.scheduler.schedule()
-            launched = None
-            if batch.sequences:
-                launched = batch, self.runner.run(pack(batch, self.block_manager.block_size))
+            launched = self._launch(batch) if batch.sequences else None
             previous, self._in_flight = self._in_flight, launched
             if launched is None and previous is None and self._unfinished:
-                raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+                if self.entrance.num_held < len(self._unfinished):
+                    raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+                self.entrance.wait()
             return self._read(previous, batch)
         except BaseException:
             # What was scheduled may never have been computed, and queues may be half changed: nothing is built on it.
             self._abort_all()
             raise
 
-    def _read(self, previous: tuple[ScheduledBatch, StepHandle] | None, launched: ScheduledBatch) -> StepOutput:
+    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        packed = pack(batch, self.block_manager.block_size)
+        constrained = constrained_sequences(batch, packed)
+        if not constrained:
+            return LaunchedStep(batch, self.runner.run(packed), [])
+        handle = self.runner.run(packed, lambda: advance_matchers(self._in_flight, constrained))
+        return LaunchedStep(batch, handle, constrained)
+
+    def _read(self, previous: LaunchedStep | None, launched: ScheduledBatch) -> StepOutput:
         """Takes over the tokens of the previous step, and reports them with the counts of the launched one."""
         output = StepOutput(
             num_prefill_tokens=launched.num_prefill_tokens,
@@ -222,26 +235,24 @@ class LLMEngine:
             num_preemptions=launched.num_preemptions,
         )
         if previous is not None:
-            batch, handle = previous
-            token_ids = handle.read()
-            handle.record_logprobs(batch)
-            stop_strings = {}
-            for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
-                if seq.is_finished:
-                    continue
-                if not seq.is_streamed:
-                    output.new_token_ids[seq.seq_id] = [token_id]
-                if seq.text is not None and (found := seq.text.push(token_id)) is not None:
-                    stop_strings[seq.seq_id] = found
-            self._retire(self.scheduler.postprocess(batch, token_ids, stop_strings))
+            if previous.constrained:
+                advance_matchers(previous, [])  # unless the step launched now has done it
+                for seq in previous.failed_sequences():
+                    self.scheduler.finish(seq, "abort")
+                    self._retire([seq])
+            token_ids = previous.read()
+            previous.handle.record_logprobs(previous.batch)
+            stop_strings = previous.report_tokens(output)
+            self._retire(self.scheduler.postprocess(previous.batch, token_ids, stop_strings))
         output.num_used_blocks = self.block_manager.num_used_blocks
         output.num_free_blocks = self.block_manager.num_free_blocks
         return output
 
     def _enqueue(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
-        for sample in seq.samples:
-            self.scheduler.add(sample)
+        self.entrance.add(seq)
+        if seq.is_finished:
+            self._retire([seq])
 
     def _retire(self, sequences: list[Sequence]) -> None:
         """Keeps the requests of finished sequences to be reported, if all their samples have finished; those that are
@@ -254,20 +265,15 @@ class LLMEngine:
                 del self._unfinished[request.seq_id]
         self._drop_idle_step()
 
-    def _abort_samples(self, request: Sequence) -> None:
-        for sample in request.samples:
-            if self.scheduler.find(sample.seq_id):
-                self.scheduler.finish(sample, "abort")
-
     def _drop_idle_step(self) -> None:
         """Forgets the step in flight if its tokens concern nobody any more."""
-        if self._in_flight is not None and all(seq.is_finished for seq in self._in_flight[0].sequences):
+        if self._in_flight is not None and all(seq.is_finished for seq in self._in_flight.batch.sequences):
             self._in_flight = None
 
     def _forget(self, sequences: list[Sequence]) -> None:
         """Removes what is left of a call's sequences: nothing, unless it failed."""
         for seq in sequences:
-            self._abort_samples(seq)
+            self.entrance.abort(seq)
             self._unfinished.pop(seq.seq_id, None)
             self._ended.pop(seq.seq_id, None)
         self._drop_idle_step()
@@ -275,7 +281,7 @@ class LLMEngine:
     def _abort_all(self) -> None:
         """Ends every request, whatever state it is in, and begins with empty queues, blocks and cache."""
         clear_forward_context()
-        self.scheduler.reset()
+        self.entrance.reset()
         self._in_flight = None
         sequences = [sample for seq in self._unfinished.values() for sample in seq.samples]
         for seq in sequences:

@@ -45,6 +45,7 @@ class RequestFactory:
                 max_total_tokens=max_total_tokens,
                 stop_ids=prepared.stop_ids,
                 rules=prepared.rules,
+                grammar=prepared.grammar,
                 cache_salt=len(token_ids) if is_salted else 0,
                 text=self._texts.follow(token_ids, params, is_streamed=is_streamed),
                 is_streamed=is_streamed,

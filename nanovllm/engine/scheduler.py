@@ -130,6 +130,8 @@ class Scheduler:
                 # Of a stop token that completes a stop string, the string counts: its text is to be cut.
                 seq.stop_reason = stop_strings.get(seq.seq_id, token_id)
                 self.finish(seq, "stop")
+            elif seq.is_complete:
+                self.finish(seq, "stop")
             elif len(seq.token_ids) >= seq.max_total_tokens:
                 self.finish(seq, "length")
             else:

@@ -1,12 +1,18 @@
 """One sample of a request on its way through the engine: its tokens, its progress, and the KV blocks it holds."""
 
 from array import array
+from concurrent.futures import Future
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
+from nanovllm.engine.grammar_matcher import Matcher
 from nanovllm.engine.output_text import OutputText
 from nanovllm.engine.outputs import TokenLogprobs
 from nanovllm.engine.token_rules import TokenRules
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.grammar_compiler import Grammar
 
 
 class SequenceStatus(Enum):
@@ -16,8 +22,8 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """State of one sample of a request. The scheduler and the block manager own every field that changes, but `text`,
-    which is the engine's.
+    """State of one sample of a request. The scheduler and the block manager own every field that changes, but `text`
+    and `matcher`, which are the engine's.
 
     The samples of a request (`SamplingParams.n`) have consecutive seq_ids, and the first one's is the request's.
     To the scheduler they are sequences like any others; their first sample holds them together.
@@ -32,9 +38,11 @@ class Sequence:
         "block_table",
         "cache_salt",
         "finish_reason",
+        "grammar",
         "is_streamed",
         "last_content_id",
         "logprobs",
+        "matcher",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -71,6 +79,7 @@ class Sequence:
         text: OutputText | None = None,
         is_streamed: bool = False,
         rules: TokenRules | None = None,
+        grammar: "Future[Grammar] | None" = None,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -85,6 +94,7 @@ class Sequence:
             text: follows the output, where stop strings or a stream need that.
             is_streamed: whoever asked for it looks at the sequence itself: no step reports it.
             rules: what changes its logits, beside `params`' temperature, filters and min_tokens.
+            grammar: of the constraint that the output is under, as soon as it is compiled.
         """
         self.seq_id = seq_id
         self.request_id = seq_id if request_id is None else request_id
@@ -99,6 +109,8 @@ class Sequence:
         self.text = text
         self.is_streamed = is_streamed
         self.rules = rules
+        self.grammar = grammar
+        self.matcher: Matcher | None = None  # where the output stands in the grammar, once a token is to be sampled
 
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
@@ -121,6 +133,7 @@ class Sequence:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.num_in_flight = 0
+        self.matcher = None
 
     @property
     def samples(self) -> "list[Sequence]":
@@ -146,7 +159,17 @@ class Sequence:
     @property
     def can_stop_early(self) -> bool:
         """Whether anything but its length can end the sequence."""
-        return bool(self.stop_ids or self.params.stop)
+        return bool(self.stop_ids or self.params.stop or self.grammar is not None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its constraint, if it has one, is compiled, or has failed to."""
+        return self.grammar is None or self.grammar.done()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output matches the constraint as it is, and nothing may follow."""
+        return self.matcher is not None and self.matcher.is_terminated
 
     @property
     def is_decoding(self) -> bool:

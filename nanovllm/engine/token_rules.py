@@ -25,6 +25,7 @@ class TokenRules:
         processor: the user's own function.
         allowed_ids: the tokens of `allowed_mask`.
         banned_ids: tokens that biases or words can ban, if only for some time.
+        is_constrained: whether the output is under a constraint, whose masks come with each step.
     """
 
     bias_ids: npt.NDArray[np.int32]
@@ -38,6 +39,7 @@ class TokenRules:
     processor: LogitsProcessor | None
     allowed_ids: frozenset[int] | None
     banned_ids: frozenset[int]
+    is_constrained: bool
 
     @property
     def has_penalty(self) -> bool:
@@ -77,6 +79,7 @@ def compile_rules(params: SamplingParams, tokenizer: Any | None, num_ids: int) -
         processor=params.logits_processor,
         allowed_ids=allowed_ids,
         banned_ids=frozenset(word[-1] for word in words),
+        is_constrained=params.constraint is not None,
     )
 
 
