@@ -3,6 +3,8 @@
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,15 +56,21 @@ class ModelRunner:
         if self.device.type == "cuda":
             if not kernels.are_installed():
                 raise ValueError("a CUDA device needs the package triton, which is not installed")
-            torch.cuda.set_device(self.device)
             self._free_at_start, _ = torch.cuda.mem_get_info(self.device)
         self.dtype = resolve_dtype(config.dtype, checkpoint, self.device)
+        with self._current_device():
+            self._load(checkpoint)
+            self._prepare()
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """The model with its weights, and its attention backends."""
+        config = self.config
         model_class, spec = resolve_architecture(checkpoint.config)
         attention_spec = spec.attention_spec(self.dtype, self.device, config.kvcache_block_size)
         backends = select_backends(attention_spec, config.attention_backend)
         self.attention_name, self.block_size = backends.name, backends.block_size
 
-        self.model = build_model(model_class, spec, max_model_len, self.dtype, self.device)
+        self.model = build_model(model_class, spec, self.max_model_len, self.dtype, self.device)
         if config.load_format == "dummy":
             load_dummy_weights(self.model)
         else:
@@ -73,10 +81,13 @@ class ModelRunner:
         self.decode_backend = self.prefill_backend
         if backends.decode is not backends.prefill:
             self.decode_backend = backends.decode(attention_spec)
+
+    def _prepare(self) -> None:
+        """Everything else that a step works on."""
         # The last row is written by padding, and read by nobody.
-        num_slots = config.max_num_seqs + 1
+        num_slots = self.config.max_num_seqs + 1
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
-        self.extra_sampler = ExtraSampler(num_slots, max_model_len, num_sampled_ids, self.device)
+        self.extra_sampler = ExtraSampler(num_slots, self.max_model_len, self.num_sampled_ids, self.device)
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
             self._bind_kv_cache(1)
@@ -87,7 +98,7 @@ class ModelRunner:
             self.graphs = self._capture(self._graph_batch_sizes)
         logger.info(
             "%s in %s on %s: KV cache of %d blocks of %d tokens",
-            model_class.__name__,
+            type(self.model).__name__,
             str(self.dtype).removeprefix("torch."),
             self.device,
             self.num_kv_blocks,
@@ -102,10 +113,12 @@ class ModelRunner:
             make_masks: makes the masks of the batch's constrained rows, if it has any. Called when everything up to the
                 logits is launched, so that it may wait for the step before while the device goes on.
         """
-        if self.device.type == "cpu":
+        with self._current_device():
             return self._launch(batch, make_masks)
-        with torch.cuda.device(self.device):  # another engine, or the caller, may have made another one current
-            return self._launch(batch, make_masks)
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        """Kernels are launched on the current device; another engine, or the caller, may have made another one that."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _launch(self, batch: PackedBatch, make_masks: MakeMasks | None) -> StepHandle:
         if self.graphs is not None and batch.is_pure_decode:
@@ -135,7 +148,9 @@ class ModelRunner:
         if inputs.num_decode_seqs:
             decode_ids = token_ids[: inputs.num_decode_seqs]
             last = self.last_tokens[inputs.slots[: inputs.num_decode_seqs]].int()
-            token_ids = torch.cat((torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids), token_ids[len(last) :]))
+            decode_ids = torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids)
+            prefill_ids = token_ids[len(last) :]
+            token_ids = torch.cat((decode_ids, prefill_ids)) if len(prefill_ids) else decode_ids
         context = inputs.forward_context()
         context.decode_plan = self.decode_backend.prepare_decode(context)
         context.prefill_plan = self.prefill_backend.prepare_prefill(context)
@@ -232,7 +247,7 @@ class ModelRunner:
     def _compile_ahead(self) -> None:
         """Compiles all kernels at once, rather than each when a step first comes to it."""
         dummy_slot = self.config.max_num_seqs
-        with torch.cuda.device(self.device), kernels.compiling_ahead():
+        with kernels.compiling_ahead():
             batches = [dummy_batch(size, 1, dummy_slot=dummy_slot, num_filters=size) for size in (1, 64, 128, 256)]
             for batch in (*batches, self._largest_batch()):
                 inputs = view_flat(upload(batch, self.device), batch)

@@ -21,7 +21,7 @@ __all__ = ["filter_logits_", "sample"]
 BLOCK = 2048  # logits a program looks at at a time: 16 a thread
 MAX_SPLITS = 128  # programs of one row
 PROGRAMS_PER_MULTIPROCESSOR = 12
-NOISE_ERROR = tl.constexpr(1e-3)  # far more than rounding makes of it
+LARGEST_NOISE = tl.constexpr(17.0)  # above -log(-log(1 - 2**-24)) = 16.64, with room for rounding
 NO_INDEX = tl.constexpr(2147483647)
 HAS_FAST_LOG2 = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # the interpreter can't call libdevice
 
@@ -55,12 +55,13 @@ def _fast_log2(x):
 
 
 @triton.jit
-def gumbel_noise(u):
+def gumbel_noise(token, key_0, key_1):
     """-log(-log(u)), fp32, absolute error of a few 1e-6 (two exact logs would cost more than reading the logits).
 
     The hardware's log2 has a small *absolute* error near 1, but -log(u) of a u near 1 is what decides for unlikely
     tokens, so there a series of -log(1 - v) takes over; 1 - u is exact.
     """
+    u = uniform_noise(token, key_0, key_1)
     v = 1.0 - u
     series = v * (1.0 + v * (0.5 + v * (1.0 / 3 + v * (0.25 + v * 0.2))))  # next term < 2e-7 of it for v < 1/16
     exponential = tl.where(v < 0.0625, series, -LN_2 * _fast_log2(u))
@@ -104,11 +105,9 @@ def _sample_kernel(
         for first in range(start, end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             score = tl.load(logits_ptr + token, mask=token < end, other=float("-inf")).to(tl.float32) * inverse
-            u = uniform_noise(token, key_0, key_1)
-            # The logs are most of the arithmetic. The noise grows with u, so a tile whose best logit with its largest
-            # noise stays behind is passed over.
-            if tl.max(score, axis=0) + gumbel_noise(tl.max(u, axis=0)) + NOISE_ERROR >= reached:
-                score += gumbel_noise(u)
+            # the noise is most of the arithmetic; tiles that even the largest noise can't lift are passed over
+            if tl.max(score, axis=0) + LARGEST_NOISE >= reached:
+                score += gumbel_noise(token, key_0, key_1)
                 index = tl.where(score > best, token, index)
                 best = tl.where(score > best, score, best)
                 reached = tl.maximum(reached, tl.max(score, axis=0))

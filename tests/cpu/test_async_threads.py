@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine.model_runner import StepHandle
+from nanovllm.engine.step_handle import StepHandle
 from tests.asynchronous import collect, is_idle, parts, run, wait_until
 
 PARAMS = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)

@@ -11,8 +11,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import StepHandle
 from nanovllm.engine.outputs import OutputDelta
+from nanovllm.engine.step_handle import StepHandle
 from tests.checkpoints import save_byte_tokenizer, save_markov_model
 
 EOS = 257

@@ -138,8 +138,9 @@ def test_graph_equals_eager(qwen3_wide: Any, attention_backend: str, monkeypatch
     runner = llm.runner
     assert runner.graphs is not None
     runner.kv_cache.normal_()
+    captured = seen[-2 * len(runner.graphs.batch_sizes) :]  # of each size, the largest first: run once, then captured
     for size in (1, 4, 8):
-        graph_logits = seen[2 * runner.graphs.batch_sizes[::-1].index(size) + 1]  # run once, then captured
+        graph_logits = captured[2 * runner.graphs.batch_sizes[::-1].index(size) + 1]
         batch = dummy_batch(size, 1, dummy_slot=8)
         batch.context_lens[:] = torch.arange(1, size + 1).numpy() * 7
         batch.token_ids[:] = torch.arange(size).numpy() + 3
