@@ -108,8 +108,8 @@ def _check_texts(inputs: InputProcessor, prompt: str, continuation: str, index: 
     stripped = prompt.rstrip()
     if not stripped and not len(inputs.tokenise([""])[0]):
         raise ValueError(
-            f"prompt {index}: {prompt!r:.20} has nothing for a continuation to follow: this tokenizer begins texts with no "
-            "token of its own. Pass token ids, with the prompt's [tokenizer.bos_token_id] or another one"
+            f"prompt {index}: {prompt!r:.20} has nothing for a continuation to follow: this tokenizer begins texts "
+            "with no token of its own. Pass token ids, with the prompt's [tokenizer.bos_token_id] or another one"
         )
     return stripped, prompt[len(stripped) :] + continuation
 
