@@ -2,13 +2,15 @@
 
 from array import array
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nanovllm.engine.chat import ChatRenderer, Conversation, check_conversations
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import OutputDelta, RequestOutput, StepOutput
+from nanovllm.engine.outputs import OutputDelta, RequestOutput, ScoreOutput, StepOutput
+from nanovllm.engine.scoring import SCORING_PARAMS, check_pairs, encode_pairs, score_of
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.streaming import RequestStream
 from nanovllm.sampling_params import SamplingParams
@@ -72,7 +74,37 @@ class LLM(LLMEngine):
             texts = renderer.render(part, first_index)
             return self.inputs.encode(texts, first_index, name="conversation", add_special_tokens=False)
 
-        return self._complete(PromptFeed(checked, params, encode), use_tqdm)
+        return self._complete(PromptFeed(checked, params, encode), use_tqdm, self.requests.make, self.texts.output_of)
+
+    def score(
+        self, prompts: str | Iterable[Prompt], continuations: str | Iterable[Prompt], *, use_tqdm: bool = True
+    ) -> list[ScoreOutput]:
+        """Log-probabilities of continuations, each given its prompt. Nothing is generated.
+
+        To compare several continuations of a prompt, pass it once with each, one after the other: KV blocks that pairs
+        have in common are computed once, and only the continuation's tokens are turned into logits.
+
+        A pair of strings is tokenised as evaluation harnesses do it: whitespace that ends the prompt belongs to the
+        continuation, and of the tokens of both together, the continuation's are those beyond the number of the
+        prompt's own.
+
+        Args:
+            prompts: strings or lists of token ids, each of at least one token (one that the tokenizer begins every
+                text with counts). A single string is a list of one.
+            continuations: one for each prompt, of the same kind, with at least one token.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One result a pair, in their order.
+
+        Raises:
+            TypeError, ValueError: as `generate`. A pair may have `max_model_len` + 1 tokens: its last is not computed.
+        """
+        self._check_open()
+        pairs = check_pairs(self.inputs, prompts, continuations)
+        params = self.inputs.process_params(SCORING_PARAMS, len(pairs))
+        feed = PromptFeed(pairs, params, partial(encode_pairs, self.inputs))
+        return self._complete(feed, use_tqdm, self.requests.make_scored, score_of)
 
     def default_sampling_params(self) -> SamplingParams:
         """The sampling settings that the model's authors recommend in its `generation_config.json`.

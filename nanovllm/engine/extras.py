@@ -172,7 +172,7 @@ def _pack_prompts(batch: ScheduledBatch, query_starts: IntArray) -> dict[str, An
     for seq, targets in batch.scored:
         row = row_of[seq.seq_id]
         prompt_rows.append(np.arange(targets.start, targets.stop) - 1 - batch.starts[row] + query_starts[row])
-        prompt_targets.append(np.array(seq.token_ids[targets.start : targets.stop]))
+        prompt_targets.append(np.array(seq.scored_ids(targets)))
         num_best = max(num_best, seq.params.prompt_logprobs or 0)
     return {
         "prompt_rows": _join(prompt_rows, np.int32),

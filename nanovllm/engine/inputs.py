@@ -98,7 +98,7 @@ class InputProcessor:
             ValueError: a string is empty, too long, or has ids outside the vocabulary, once it is tokenised.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._tokenise(texts, add_special_tokens) if texts else ())
+        encoded = iter(self.tokenise(texts, add_special_tokens) if texts else ())
         return [
             self._check_ids(next(encoded), f"{name} {index}") if isinstance(prompt, str) else prompt
             for index, prompt in enumerate(prompts, first_index)
@@ -165,14 +165,20 @@ class InputProcessor:
             self.encode([text], index)  # raises unless the tokenizer makes something of it
         return text
 
+    def check_ids(self, ids: Any, name: str) -> "array[int]":
+        """Token ids of the vocabulary, any number of them. Raises like `check_prompts`."""
+        checked = _as_array(ids, name)
+        self._check_range(checked, name)
+        return array("i", checked.astype(np.int32).tobytes())
+
     def _check_ids(self, prompt: Any, name: str) -> "array[int]":
         ids = _as_array(prompt, name)
         self._check_length(len(ids), name)
-        self._check_range(ids, name)
-        return array("i", ids.astype(np.int32).tobytes())
+        return self.check_ids(ids, name)
 
-    def _tokenise(self, texts: list[str], add_special_tokens: bool) -> list[IdArray]:
-        assert self.tokenizer is not None  # `check_prompts` has refused strings
+    def tokenise(self, texts: list[str], add_special_tokens: bool = True) -> list[IdArray]:
+        """Token ids of texts, not checked."""
+        assert self.tokenizer is not None  # strings are refused before
         encoded = self.tokenizer(
             texts,
             add_special_tokens=add_special_tokens,

@@ -2,16 +2,16 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.entrance import Entrance
 from nanovllm.engine.feed import PromptFeed
-from nanovllm.engine.inputs import InputProcessor, Prompt
+from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
 from nanovllm.engine.launched_step import LaunchedStep, advance_matchers, constrained_sequences
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_text import OutputTexts
@@ -26,6 +26,7 @@ from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.context import clear_forward_context
 
 logger = logging.getLogger(__name__)
+Output = TypeVar("Output")
 
 # Longest time that `generate` turns results into text between two steps: about what the device needs for a step.
 _SECONDS_OF_OUTPUT_A_STEP = 0.005
@@ -149,7 +150,8 @@ class LLMEngine:
         self._check_open()
         checked = self.inputs.check_prompts(prompts)
         params = self.inputs.process_params(sampling_params, len(checked))
-        return self._complete(PromptFeed(checked, params, self.inputs.encode), use_tqdm)
+        feed = PromptFeed(checked, params, self.inputs.encode)
+        return self._complete(feed, use_tqdm, self.requests.make, self.texts.output_of)
 
     def close(self) -> None:
         """Gives up everything the engine holds. Calling it again does nothing; asking for work raises."""
@@ -172,31 +174,40 @@ class LLMEngine:
     ) -> None:
         self.close()
 
-    def _complete(self, feed: PromptFeed, use_tqdm: bool) -> list[RequestOutput]:
-        """The results of a feed's prompts, in their order."""
+    def _complete(
+        self,
+        feed: PromptFeed,
+        use_tqdm: bool,
+        make: Callable[[Any, RequestParams], Sequence],
+        output_of: Callable[[Sequence], Output],
+    ) -> list[Output]:
+        """The results of a feed's prompts, in their order. `make` makes a request of what the feed hands out, and
+        `output_of` a result of the request."""
         requests: dict[int, Sequence] = {}
-        outputs: dict[int, RequestOutput] = {}
+        outputs: dict[int, Output] = {}
         try:
             with ProgressBar(feed.num_prompts, enabled=use_tqdm) as progress:
                 while len(outputs) < feed.num_prompts:
                     feed.encode_chunk()
                     # No more than the step may start: what waits in the feed takes less memory.
                     while feed.can_take and len(self.scheduler.waiting) < self.scheduler.max_num_seqs:
-                        seq = self.requests.make(*feed.take())
+                        seq = make(*feed.take())
                         requests[seq.seq_id] = seq
                         self._enqueue(seq)
                     step = self._step()
-                    progress.update(step, self._collect(requests, outputs))
+                    progress.update(step, self._collect(requests, outputs, output_of))
         finally:
             self._forget(list(requests.values()))
         return [outputs[seq_id] for seq_id in requests]
 
-    def _collect(self, requests: dict[int, Sequence], outputs: dict[int, RequestOutput]) -> int:
+    def _collect(
+        self, requests: dict[int, Sequence], outputs: dict[int, Output], output_of: Callable[[Sequence], Output]
+    ) -> int:
         """Makes outputs of requests that ended, as many as there is time for, and counts them."""
         deadline = time.perf_counter() + _SECONDS_OF_OUTPUT_A_STEP
         num_before = len(outputs)
         for seq_id in requests.keys() & self._ended.keys():
-            outputs[seq_id] = self.texts.output_of(self._ended.pop(seq_id))
+            outputs[seq_id] = output_of(self._ended.pop(seq_id))
             if time.perf_counter() > deadline:
                 break
         return len(outputs) - num_before

@@ -59,6 +59,23 @@ class RequestOutput(_Result, total=False):
     prompt_logprobs: list[TokenLogprobs | None]
 
 
+class ScoreOutput(TypedDict):
+    """The log-probabilities of a continuation, given its prompt, by the model's own logits.
+
+    Keys:
+        logprob: that of the whole continuation: the sum over its tokens.
+        token_ids, token_logprobs: of each of its tokens.
+        is_greedy: whether every token is the most likely one at its position (of equally likely ones, the lowest id).
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    """
+
+    logprob: float
+    token_ids: list[int]
+    token_logprobs: list[float]
+    is_greedy: bool
+    num_cached_tokens: int
+
+
 class OutputDelta(_Logprobs):
     """What became known of a sample since its last delta. The deltas of a sample add up to its output.
 

@@ -44,6 +44,7 @@ class Sequence:
         "logprobs",
         "matcher",
         "max_total_tokens",
+        "next_token_id",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight",
@@ -80,6 +81,8 @@ class Sequence:
         is_streamed: bool = False,
         rules: TokenRules | None = None,
         grammar: "Future[Grammar] | None" = None,
+        first_scored: int = 1,
+        next_token_id: int | None = None,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -95,6 +98,9 @@ class Sequence:
             is_streamed: whoever asked for it looks at the sequence itself: no step reports it.
             rules: what changes its logits, beside `params`' temperature, filters and min_tokens.
             grammar: of the constraint that the output is under, as soon as it is compiled.
+            first_scored: position of the first token whose log-probability is wanted, if the prompt's are.
+            next_token_id: the token after the prompt, of a sequence that is only scored: this one is the last to be,
+                and nothing is sampled.
         """
         self.seq_id = seq_id
         self.request_id = seq_id if request_id is None else request_id
@@ -111,6 +117,7 @@ class Sequence:
         self.rules = rules
         self.grammar = grammar
         self.matcher: Matcher | None = None  # where the output stands in the grammar, once a token is to be sampled
+        self.next_token_id = next_token_id
 
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
@@ -118,9 +125,10 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.num_scored_tokens = 0  # prompt tokens after the first whose log-probabilities are computed or scheduled
+        self.num_scored_tokens = first_scored - 1  # log-probabilities up to this position are scheduled, or unwanted
         self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # likewise; nothing comes before the first token
+        # Likewise, from `first_scored` on; nothing comes before the first token of all.
+        self.prompt_logprobs: list[TokenLogprobs | None] = [] if self.is_only_scored else [None]
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")
@@ -182,9 +190,26 @@ class Sequence:
         return self.params.prompt_logprobs is not None and self.seq_id == self.request_id
 
     @property
+    def is_only_scored(self) -> bool:
+        """Nothing is sampled: the sequence ends when the log-probabilities that it wants are known."""
+        return self.next_token_id is not None
+
+    @property
+    def last_scored(self) -> int:
+        """Position of the last token whose log-probability is wanted, if any is."""
+        return self.num_prompt_tokens - 1 + self.is_only_scored
+
+    def scored_ids(self, positions: range) -> "array[int]":
+        """The tokens at positions up to `last_scored`."""
+        token_ids = self.token_ids[positions.start : positions.stop]
+        if self.next_token_id is not None and positions.stop > self.num_prompt_tokens:
+            token_ids.append(self.next_token_id)
+        return token_ids
+
+    @property
     def num_reusable_tokens(self) -> int:
         """Leading tokens whose KV may come from the prefix cache: the logits after the others are wanted."""
-        if self.wants_prompt_scores and self.num_scored_tokens < self.num_prompt_tokens - 1:
+        if self.wants_prompt_scores and self.num_scored_tokens < self.last_scored:
             return self.num_scored_tokens
         return len(self.token_ids) - 1
 

@@ -68,6 +68,12 @@ def test_streaming_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out
 
 
+def test_scoring_example(byte_llama: Path, make_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = code_blocks("python3")
+    exec(example, {"llm": make_llm(byte_llama)})
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 @pytest.mark.parametrize("settings", [Config, SamplingParams])
 def test_tables_are_complete(settings: type) -> None:
     """Each setting has a row with its default; None and tuples are described in words."""
