@@ -58,7 +58,7 @@ class LLM(LLMEngine):
         Raises:
             TypeError, ValueError: like `generate`; a malformed conversation is named by its index and the message's.
         """
-        self._check_open()
+        self.check_open()
         renderer = ChatRenderer(
             self.tokenizer,
             tools=tools,
@@ -100,7 +100,7 @@ class LLM(LLMEngine):
         Raises:
             TypeError, ValueError: as `generate`. A pair may have `max_model_len` + 1 tokens: its last is not computed.
         """
-        self._check_open()
+        self.check_open()
         pairs = check_pairs(self.inputs, prompts, continuations)
         params = self.inputs.process_params(SCORING_PARAMS, len(pairs))
         feed = PromptFeed(pairs, params, partial(encode_pairs, self.inputs))
@@ -142,7 +142,7 @@ class LLM(LLMEngine):
             TypeError, ValueError: as `generate`, at the call.
             RuntimeError: while iterating: the engine was closed.
         """
-        self._check_open()
+        self.check_open()
         token_ids = self.inputs.process_prompts(prompts)
         params = self.inputs.process_params(sampling_params, len(token_ids))
         requests = zip(token_ids, params, strict=True)
@@ -151,7 +151,7 @@ class LLM(LLMEngine):
     def open_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
         """Queues one request for a caller who drives the engine: `step` computes, `take` of what is returned here gives
         what is new, and no step reports the request. Raises like `generate`, and for more than one sample."""
-        self._check_open()
+        self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (params,) = self.inputs.process_params(sampling_params, 1)
         if params.params.n != 1:
@@ -174,10 +174,10 @@ class LLM(LLMEngine):
             for seq in sequences:
                 self._enqueue(seq)
             while live:
-                self._check_open()
+                self.check_open()
                 self._step()
                 for stream in live:
-                    self._check_open()  # while a delta was out, anything may have happened
+                    self.check_open()  # while a delta was out, anything may have happened
                     if (delta := stream.take()) is not None:
                         yield delta
                 live = [stream for stream in live if not stream.is_over]
@@ -191,8 +191,10 @@ class LLM(LLMEngine):
         if self._abandoned:
             abandoned, self._abandoned = self._abandoned, []
             self._forget(abandoned)
-        self._is_stepping = True
+        if self._is_stepping:
+            raise RuntimeError("a step is running: an engine serves one thread, and not from inside its own steps")
         try:
+            self._is_stepping = True
             return super()._step()
         finally:
             self._is_stepping = False

@@ -1,6 +1,6 @@
 """What one request may ask for."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ class SamplingParams:
         allowed_token_ids: nothing else is sampled, end-of-sequence tokens included; None allows everything.
         logits_processor: a function `f(logits, rows)` that may change the logits [M, V] in place, or return others, of
             all M running requests that ask for that same function; `layers.logits.LogitsRows` says what `rows` has.
+            It must leave each row a finite logit: else some token comes, whatever the other params say.
         json_schema: the output is JSON that this schema allows: a dict, or JSON text (which is what is kept).
         regex: the output matches this regular expression as a whole.
         choice: the output is one of these strings.
@@ -121,9 +122,9 @@ class SamplingParams:
             "top_k": check_int("top_k", self.top_k, -1),
             "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
             "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
-            "stop": _strings("stop", self.stop),
+            "stop": _strings("stop", _given(self.stop)),
             "include_stop_str_in_output": check_bool("include_stop_str_in_output", self.include_stop_str_in_output),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "stop_token_ids": _token_ids("stop_token_ids", _given(self.stop_token_ids)),
             "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
             "n": check_int("n", self.n, 1),
             "logprobs": _optional_count("logprobs", self.logprobs),
@@ -131,15 +132,15 @@ class SamplingParams:
             "presence_penalty": check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
             "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
             "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True),
-            "logit_bias": _biases(self.logit_bias),
-            "bad_words": _bad_words(self.bad_words),
+            "logit_bias": _biases(_given(self.logit_bias)),
+            "bad_words": _bad_words(_given(self.bad_words)),
             "allowed_token_ids": _allowed_ids(self.allowed_token_ids),
             **check_constraints(
                 json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar
             ),
         }
         processor = self.logits_processor
-        if processor is not None and not (callable(processor) and isinstance(processor, Hashable)):
+        if processor is not None and not (callable(processor) and _is_hashable(processor)):
             raise TypeError(f"logits_processor must be a function that can be hashed, got {processor!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -210,6 +211,19 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
         if not string:
             raise ValueError(f"{name} must not hold the empty string, which ends every text")
     return tuple(dict.fromkeys(strings))
+
+
+def _given(value: Any) -> Any:
+    """None, which other libraries take for nothing, as nothing."""
+    return () if value is None else value
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # a frozen dataclass with a list in it has __hash__, too
+        return False
+    return True
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:

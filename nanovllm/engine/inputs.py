@@ -12,6 +12,7 @@ import numpy.typing as npt
 from nanovllm.engine.grammar_compiler import Grammar, GrammarCompiler
 from nanovllm.engine.token_rules import TokenRules, check_token_is_left, compile_rules
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_unicode
 
 Prompt = str | Sequence[int]
 IdArray = npt.NDArray[np.integer[Any]]
@@ -212,15 +213,6 @@ class InputProcessor:
             )
         if num_tokens > self.num_kv_tokens:
             raise ValueError(f"{name}: has {num_tokens} tokens, but the whole KV cache holds {self.num_kv_tokens}")
-
-
-def check_unicode(text: str, name: str) -> None:
-    """Raises ValueError for what no tokenizer can encode."""
-    try:
-        if not text.isascii():
-            text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name}: is not valid Unicode, it holds a lone surrogate") from None
 
 
 def _as_array(prompt: Any, name: str) -> IdArray:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -93,7 +94,7 @@ class LLMEngine:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its seq_id, which stands for all its samples. Raises like `generate`."""
-        self._check_open()
+        self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (params,) = self.inputs.process_params(sampling_params, 1)
         seq = self.requests.make(token_ids, params)
@@ -102,12 +103,13 @@ class LLMEngine:
 
     def abort(self, seq_id: int) -> bool:
         """Ends a request; the next `step` reports what it had. False if there is no such unfinished request."""
-        self._check_open()
+        self.check_open()
         request = self._unfinished.get(seq_id)
         if request is None:
             return False
-        self.entrance.abort(request)
-        self._retire([request])
+        with self._nothing_half_done():
+            self.entrance.abort(request)
+            self._retire([request])
         return True
 
     def is_finished(self) -> bool:
@@ -118,11 +120,16 @@ class LLMEngine:
         """Launches one step and returns the results of the step before.
 
         If the step fails, every request in the engine is aborted, the next call reports them, and the engine goes on.
-        If the text of a result can't be decoded, the results stay for the next call.
+        If the text of a result can't be decoded, that result is lost, and the others stay for the next call.
         """
-        self._check_open()
+        self.check_open()
         output = self._step()
-        output.finished = {seq_id: self.texts.output_of(seq) for seq_id, seq in self._ended.items()}
+        for seq_id, seq in self._ended.items():
+            try:
+                output.finished[seq_id] = self.texts.output_of(seq)
+            except Exception:
+                del self._ended[seq_id]  # it would fail again
+                raise
         self._ended.clear()
         return output
 
@@ -147,7 +154,7 @@ class LLMEngine:
                 shows only when a text is tokenised, such as its number of tokens, may be found after the first
                 steps of a large job; nothing of it is left in the engine then.
         """
-        self._check_open()
+        self.check_open()
         checked = self.inputs.check_prompts(prompts)
         params = self.inputs.process_params(sampling_params, len(checked))
         feed = PromptFeed(checked, params, self.inputs.encode)
@@ -213,7 +220,7 @@ class LLMEngine:
         return len(outputs) - num_before
 
     def _step(self) -> StepOutput:
-        try:
+        with self._nothing_half_done():
             if self.entrance.num_held:
                 self._retire(self.entrance.open())
             batch = self.scheduler.schedule()
@@ -224,10 +231,6 @@ class LLMEngine:
                     raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
                 self.entrance.wait()
             return self._read(previous, batch)
-        except BaseException:
-            # What was scheduled may never have been computed, and queues may be half changed: nothing is built on it.
-            self._abort_all()
-            raise
 
     def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
         packed = pack(batch, self.block_manager.block_size)
@@ -260,8 +263,9 @@ class LLMEngine:
         return output
 
     def _enqueue(self, seq: Sequence) -> None:
-        self._unfinished[seq.seq_id] = seq
-        self.entrance.add(seq)
+        with self._nothing_half_done():
+            self._unfinished[seq.seq_id] = seq
+            self.entrance.add(seq)
         if seq.is_finished:
             self._retire([seq])
 
@@ -270,7 +274,7 @@ class LLMEngine:
         streamed are watched by who streams them."""
         for seq in sequences:
             request = self._unfinished.get(seq.request_id)
-            if request is not None and all(sample.is_finished for sample in request.samples):
+            if request is not None and request.has_ended():
                 if not request.is_streamed:
                     self._ended[request.seq_id] = request
                 del self._unfinished[request.seq_id]
@@ -283,11 +287,22 @@ class LLMEngine:
 
     def _forget(self, sequences: list[Sequence]) -> None:
         """Removes what is left of a call's sequences: nothing, unless it failed."""
-        for seq in sequences:
-            self.entrance.abort(seq)
-            self._unfinished.pop(seq.seq_id, None)
-            self._ended.pop(seq.seq_id, None)
-        self._drop_idle_step()
+        with self._nothing_half_done():
+            for seq in sequences:
+                self.entrance.abort(seq)
+                self._unfinished.pop(seq.seq_id, None)
+                self._ended.pop(seq.seq_id, None)
+            self._drop_idle_step()
+
+    @contextmanager
+    def _nothing_half_done(self) -> Iterator[None]:
+        """What an exception, or Ctrl-C at any line, cuts off inside leaves queues and blocks in an unknown state: every
+        request is ended then, and nothing is built on it."""
+        try:
+            yield
+        except BaseException:
+            self._abort_all()
+            raise
 
     def _abort_all(self) -> None:
         """Ends every request, whatever state it is in, and begins with empty queues, blocks and cache."""
@@ -300,7 +315,8 @@ class LLMEngine:
                 seq.end("abort")
         self._retire(sequences)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises RuntimeError if the engine was closed."""
         if self._is_closed:
             raise RuntimeError("this engine is closed")
 

@@ -76,7 +76,11 @@ class ScoreOutput(TypedDict):
     num_cached_tokens: int
 
 
-class OutputDelta(_Logprobs):
+class _DeltaLogprobs(_Logprobs, total=False):
+    prompt_logprobs: list[TokenLogprobs | None]
+
+
+class OutputDelta(_DeltaLogprobs):
     """What became known of a sample since its last delta. The deltas of a sample add up to its output.
 
     Keys:
@@ -86,6 +90,7 @@ class OutputDelta(_Logprobs):
         token_ids: new output tokens. Their text may come with a later delta.
         finish_reason, stop_reason: those of `SampleOutput` in the last delta; None before.
         logprobs: of the new tokens, as in `SampleOutput`.
+        prompt_logprobs: as in `RequestOutput`, in the first delta of sample 0.
     """
 
     index: int

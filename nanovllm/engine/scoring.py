@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.inputs import InputProcessor, check_unicode
+from nanovllm.engine.inputs import InputProcessor
 from nanovllm.engine.outputs import ScoreOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_unicode
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Sequence

@@ -47,6 +47,7 @@ class Sequence:
         "next_token_id",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_ended_samples",
         "num_in_flight",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -105,6 +106,7 @@ class Sequence:
         self.seq_id = seq_id
         self.request_id = seq_id if request_id is None else request_id
         self.other_samples: list[Sequence] = []  # of the same request; held by its first sample alone
+        self.num_ended_samples = 0  # leading ones of the other samples
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
@@ -142,6 +144,14 @@ class Sequence:
         self.finish_reason = reason
         self.num_in_flight = 0
         self.matcher = None
+
+    def has_ended(self) -> bool:
+        """Whether all samples of the request have, whose first one this is."""
+        # Asked whenever one has: those found to have ended are not looked at again.
+        samples = self.other_samples
+        while self.num_ended_samples < len(samples) and samples[self.num_ended_samples].is_finished:
+            self.num_ended_samples += 1
+        return self.is_finished and self.num_ended_samples == len(samples)
 
     @property
     def samples(self) -> "list[Sequence]":

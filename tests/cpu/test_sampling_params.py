@@ -107,9 +107,9 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "top_k": [True, 5.0, "5", None],
         "min_p": [False, "0", None],
         "seed": [True, 1.0, "1", [1]],
-        "stop": [5, None, b"a", [5], ["a", None], [["a"]], [b"a"]],
+        "stop": [5, b"a", [5], ["a", None], [["a"]], [b"a"]],
         "include_stop_str_in_output": [0, 1, None, "yes"],
-        "stop_token_ids": [5, "5", b"5", None, [5.0], ["5"], [True], [None], [[5]]],
+        "stop_token_ids": [5, "5", b"5", [5.0], ["5"], [True], [None], [[5]]],
         "min_tokens": [False, 0.0, "0", None],
         "skip_special_tokens": [0, 1, None, "no"],
         "n": [True, 2.0, "2", None],
@@ -118,8 +118,8 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "presence_penalty": [True, "1", None],
         "frequency_penalty": [True, "1", None],
         "repetition_penalty": [True, "1", None],
-        "logit_bias": [5, "5", None, {"5": 1.0}, {5.0: 1.0}, {5: "1"}, {5: None}, [5], [(5, 1.0, 2)]],
-        "bad_words": ["word", b"word", 5, None, [5], [None], [[5.0]], [["a"]]],
+        "logit_bias": [5, "5", {"5": 1.0}, {5.0: 1.0}, {5: "1"}, {5: None}, [5], [(5, 1.0, 2)]],
+        "bad_words": ["word", b"word", 5, [5], [None], [[5.0]], [["a"]]],
         "allowed_token_ids": [5, "5", [5.0], ["5"], [True], [[5]]],
         "logits_processor": ["name", 5, [max]],
         "json_schema": [True, 1, [1], b"{}", {"a": object()}, {(1, 2): 3}],
@@ -222,8 +222,23 @@ def test_unhashable_processor() -> None:
 
         def __call__(self, logits: Any, rows: Any) -> None: ...
 
-    with pytest.raises(TypeError, match="hashed"):
-        SamplingParams(logits_processor=Unhashable())
+    @dataclasses.dataclass(frozen=True)
+    class HoldsAList:
+        """Its type can be hashed; it can't."""
+
+        token_ids: list[int]
+
+        def __call__(self, logits: Any, rows: Any) -> None: ...
+
+    for processor in (Unhashable(), HoldsAList([1])):
+        with pytest.raises(TypeError, match="hashed"):
+            SamplingParams(logits_processor=processor)
+
+
+def test_none_is_nothing() -> None:
+    """As it is for the users of other libraries."""
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, bad_words=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()
 
 
 def test_at_most_one_constraint() -> None:
