@@ -11,7 +11,6 @@ from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
@@ -19,6 +18,7 @@ from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_handle import StepHandle
+from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.models import resolve_architecture
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
@@ -58,7 +58,7 @@ class LLMEngine:
         if self.max_model_len < self.config.max_model_len:
             logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
         num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
-        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
+        self.runner = make_runner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
 
         num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
         self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
@@ -211,6 +211,8 @@ class LLMEngine:
         except BaseException:
             # What was scheduled may never have been computed, and queues may be half changed: nothing is built on it.
             self._abort_all()
+            if self.runner.is_lost:
+                self.close()
             raise
 
     def _read(self, previous: tuple[ScheduledBatch, StepHandle] | None, launched: ScheduledBatch) -> StepOutput:

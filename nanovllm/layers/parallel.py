@@ -6,11 +6,14 @@ products. Embedding and head are cut by tokens of the vocabulary.
 """
 
 import math
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -120,3 +123,30 @@ class Parallel:
 
 
 SINGLE = Parallel()
+
+
+def make_store() -> TCPStore:
+    """Where the ranks of an engine on this machine find one another. Its port is whichever the system gives it."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect(device_type: str, port: int, rank: int, size: int, timeout: float) -> Any:
+    """A rank's process group: NCCL for "cuda", where the rank's device has to be the current one, gloo for "cpu".
+
+    It is none of those that torch knows by name, so a process may have several, and the caller's are left alone.
+
+    Args:
+        port: of the store that rank 0 has made.
+        timeout: seconds that an exchange may take; longer raises RuntimeError on a CPU.
+    """
+    store = PrefixStore("nanovllm", TCPStore("127.0.0.1", port, None, False))
+    if device_type == "cuda":
+        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupGloo(store, rank, size, options)

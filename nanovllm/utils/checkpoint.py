@@ -36,10 +36,12 @@ class Checkpoint(ABC):
     Attributes:
         config: the model's configuration, an attribute for each key of a transformers `config.json`.
         name: for messages.
+        location: what `open_checkpoint` finds it by, without asking a hub.
     """
 
     config: Any
     name: str
+    location: str
 
     @abstractmethod
     def load_tokenizer(self) -> Any | None:
@@ -103,6 +105,7 @@ class DirectoryCheckpoint(Checkpoint):
     def __init__(self, folder: Path, name: str | None = None) -> None:
         self.folder = folder
         self.name = name or str(folder)
+        self.location = str(folder)
         config = self._read_json("config.json")
         if config is None:
             raise ValueError(f"{self.name}: not a model directory, it has no config.json")

@@ -44,7 +44,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.name = str(path)
+        self.name = self.location = str(path)
         try:
             from gguf import GGUFReader
         except ImportError as error:
