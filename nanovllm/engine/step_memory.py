@@ -51,14 +51,14 @@ class StepMemory:
     """
 
     def __init__(self, limits: StepLimits, file_descriptor: int | None = None) -> None:
-        """Makes new memory, or opens that of a file descriptor, which it takes over."""
+        """Makes new memory, or opens that of a file descriptor. Either is open until `close_file`."""
         self.file_descriptor = nameless_file() if file_descriptor is None else file_descriptor
         if file_descriptor is None:
             os.ftruncate(self.file_descriptor, limits.num_bytes)
         self._values = np.frombuffer(mmap.mmap(self.file_descriptor, limits.num_bytes), dtype=np.int32)
 
     def close_file(self) -> None:
-        """Gives up the file descriptor; the memory itself is there as long as this object."""
+        """Closes the descriptor; the memory itself is there as long as this object."""
         os.close(self.file_descriptor)
 
     def write(self, batch: PackedBatch) -> None:

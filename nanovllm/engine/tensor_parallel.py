@@ -13,13 +13,14 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
-from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.engine.step_tensors import StepTensors
 from nanovllm.engine.worker import WorkerSetup
 from nanovllm.engine.workers import STEP_TIMEOUT_SECONDS, Workers
-from nanovllm.layers.parallel import Parallel, connect, make_store
+from nanovllm.layers.parallel import ExchangeError, Parallel, connect, make_store
 from nanovllm.models import resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
 
@@ -53,7 +54,10 @@ class TensorParallelRunner(ModelRunner):
         # Tokens that the others wait for in the step that is being launched; None while it is not known.
         self._num_awaited: int | None = None
         self._memory = StepMemory(limits)
-        self._workers = Workers(size, self._memory.file_descriptor)
+        try:
+            self._workers = Workers(size, self._memory.file_descriptor)
+        finally:
+            self._memory.close_file()
         try:
             self._workers.hear()
             store = make_store()
@@ -62,8 +66,10 @@ class TensorParallelRunner(ModelRunner):
             group = connect(device.type, store.port, 0, size, STEP_TIMEOUT_SECONDS)
             super().__init__(config, checkpoint, max_model_len, num_sampled_ids, Parallel(0, size, group))
             self._workers.hear()
-        except BaseException as error:
-            self._workers.close_after(error)
+        except ExchangeError as error:
+            raise self._workers.fail() from error
+        except BaseException:
+            self._workers.kill()
             raise
 
     @property
@@ -109,17 +115,15 @@ class TensorParallelRunner(ModelRunner):
 
     def _complete_step(self, error: BaseException) -> None:
         """After an error here. One in sampling, as a user's function may raise, leaves the others waiting for tokens
-        alone: they get some, and all are ready for the next step. Raises WorkerError if it is not so simple."""
-        if self._num_awaited is not None:
-            try:
-                if self._num_awaited:
-                    with self._current_device():
-                        tokens = torch.zeros(self._num_awaited, dtype=torch.int64, device=self.device)
-                        self.parallel.from_first(tokens)
-                return
-            except RuntimeError:
-                pass
-        raise self._lose() from error
+        alone: they get some, and all are ready for the next step. Any other loses the others. Raises WorkerError if one
+        of them was the cause."""
+        if isinstance(error, ExchangeError):
+            raise self._lose() from error
+        if self._num_awaited is None:
+            self._workers.kill()
+        elif self._num_awaited:
+            with self._current_device():
+                self.parallel.from_first(torch.zeros(self._num_awaited, dtype=torch.int64, device=self.device))
 
     def _wait(self, done: torch.cuda.Event) -> None:
         """Waits for a step on the device, unless a rank is lost: the device would wait for it for ever."""

@@ -21,7 +21,8 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
 from nanovllm.engine.extra_sampler import PROMPT_ROWS
-from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.engine.step_tensors import upload, view_flat
 from nanovllm.engine.workers import Failure
@@ -118,6 +119,7 @@ def _serve(rank: int, connection: Connection, memory_fd: int) -> None:
     size = setup.config.tensor_parallel_size
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     memory = StepMemory(setup.limits, memory_fd)
+    memory.close_file()
     device = resolve_device(setup.config.device, rank)
     parallel = Parallel(rank, size, connect(device.type, setup.port, rank, size, _PATIENCE_SECONDS))
     runner = FollowingRunner(setup, parallel, connection)
@@ -126,3 +128,4 @@ def _serve(rank: int, connection: Connection, memory_fd: int) -> None:
         step = memory.read()
         connection.send(True)  # rank 0 may write the next
         runner.follow(*step)
+    runner.close()  # when the device has done what it was asked for: it may be in an exchange with rank 0's

@@ -58,7 +58,7 @@ class _Worker:
         ours, theirs = Pipe()
         stacks = os.fdopen(nameless_file(), "w+b")
         given = (theirs.fileno(), inherited, stacks.fileno())
-        arguments = [sys.executable, "-c", _BOOT, "\n".join(sys.path), *map(str, (rank, os.getpid(), *given))]
+        arguments = [sys.executable, "-c", _BOOT, "\n".join(map(str, sys.path)), *map(str, (rank, os.getpid(), *given))]
         # A session of its own: neither Ctrl-C nor what else a terminal sends to its foreground concerns it. No stdin: a
         # script may be coming from there.
         process = subprocess.Popen(arguments, pass_fds=given, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -181,19 +181,8 @@ class Workers:
             text = "\n".join(
                 f"rank {worker.rank} does not answer: {worker.describe_stack()}" for worker in self._workers
             )
-        for worker in self._workers:
-            worker.process.kill()
-        self.close()
+        self.kill()
         return WorkerError(f"tensor parallelism over {len(self._workers) + 1} ranks: {text}")
-
-    def close_after(self, error: BaseException) -> None:
-        """Ends all workers after an error of rank 0. Raises WorkerError instead if the error is one of torch's and some
-        worker has failed: that may well be the cause."""
-        if isinstance(error, RuntimeError) and not self.is_closed and self._last_messages({}):
-            raise self.fail() from error
-        for worker in self._workers:
-            worker.process.kill()
-        self.close()
 
     def _last_messages(self, known: dict[int, Failure | None]) -> dict[int, Failure | None]:
         """What the workers said before they ended. Those that go on are left out."""
@@ -209,8 +198,16 @@ class Workers:
                     del pending[connection]
         return messages
 
+    def kill(self) -> None:
+        """Ends the processes, whatever they are at."""
+        if not self.is_closed:
+            for worker in self._workers:
+                worker.process.kill()
+        self.close()
+
     def close(self) -> None:
-        """Ends the processes, and waits for that. Calling it again does nothing."""
+        """Ends the processes when they have done what they were told, and waits for that. Calling it again does
+        nothing."""
         self._end()
 
 

@@ -7,6 +7,7 @@ products. Embedding and head are cut by tokens of the vocabulary.
 
 import math
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+
+class ExchangeError(RuntimeError):
+    """An exchange has failed: another rank is lost, or does not take part in it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Parallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, on each of them. Overwrites x."""
         if self.size > 1:
-            self.group.allreduce([x]).wait()
+            _complete(lambda: self.group.allreduce([x]).wait())
         return x
 
     def gather_vocab(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -110,7 +115,7 @@ class Parallel:
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(logits) for _ in range(self.size)] if self.rank == 0 else []
-        self.group.gather([parts] if parts else [], [logits.contiguous()], options).wait()
+        _complete(lambda: self.group.gather([parts] if parts else [], [logits.contiguous()], options).wait())
         return torch.cat(parts, dim=1)[:, :vocab_size] if parts else logits
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,11 +123,18 @@ class Parallel:
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
-            self.group.broadcast([x], options).wait()
+            _complete(lambda: self.group.broadcast([x], options).wait())
         return x
 
 
 SINGLE = Parallel()
+
+
+def _complete(exchange: Callable[[], object]) -> None:
+    try:
+        exchange()
+    except RuntimeError as error:
+        raise ExchangeError(str(error)) from error
 
 
 def make_store() -> TCPStore:
@@ -141,7 +153,10 @@ def connect(device_type: str, port: int, rank: int, size: int, timeout: float) -
 
     Args:
         port: of the store that rank 0 has made.
-        timeout: seconds that an exchange may take; longer raises RuntimeError on a CPU.
+        timeout: seconds that an exchange may take on a CPU before it raises.
+
+    Raises:
+        ExchangeError: the others could not be reached.
     """
     store = PrefixStore("nanovllm", TCPStore("127.0.0.1", port, None, False))
     if device_type == "cuda":
@@ -149,4 +164,6 @@ def connect(device_type: str, port: int, rank: int, size: int, timeout: float) -
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    groups: list[Any] = []
+    _complete(lambda: groups.append(dist.ProcessGroupGloo(store, rank, size, options)))
+    return groups[0]
