@@ -157,6 +157,7 @@ def test_interrupt(random_llama: Any, expected: Any, started: list[int], assert_
 
 SCRIPT = """
 from nanovllm import LLM, SamplingParams
+{first}
 llm = LLM({folder!r}, device="cpu", num_kvcache_blocks=64, kvcache_block_size=16, tensor_parallel_size=2)
 print(*llm.runner._workers.pids, flush=True)
 params = SamplingParams(temperature=0, max_tokens={max_tokens}, ignore_eos=True)
@@ -169,7 +170,9 @@ for output in llm.generate({prompts}, params, use_tqdm=False):
 
 def _run(folder: Path, is_stdin: bool = False, **parts: Any) -> tuple[int, list[list[int]], str, list[int]]:
     """Runs the script without a main guard. Gives exit code, tokens, what went to stderr, process ids of workers."""
-    script = SCRIPT.format(folder=str(folder), prompts=PROMPTS, **{"max_tokens": 8, "before": "", "after": ""} | parts)
+    script = SCRIPT.format(
+        folder=str(folder), prompts=PROMPTS, **{"max_tokens": 8, "first": "", "before": "", "after": ""} | parts
+    )
     arguments = [sys.executable, "-X", "dev", "-"] if is_stdin else [sys.executable, "-c", script]
     result = subprocess.run(arguments, input=script if is_stdin else None, capture_output=True, text=True, timeout=60)
     lines = [[int(word) for word in line.split()] for line in result.stdout.splitlines()]
@@ -190,10 +193,18 @@ def test_script_that_fails(random_llama: Any, expected: Any) -> None:
     assert not any(map(_is_alive, pids))
 
 
-def test_killed_driver(random_llama: Any) -> None:
-    """Workers end by themselves when rank 0 is killed in the middle of a step."""
+@pytest.mark.parametrize("worker", ["working", "hanging"])
+def test_killed_driver(random_llama: Any, worker: str) -> None:
+    """Workers end by themselves when rank 0 is killed in the middle of a step, even one that hangs."""
+    hang = (
+        "from nanovllm.engine import workers; "
+        "boot = 'from tests.faults import install; install(\"hang\"); main()'; "
+        "workers._BOOT = workers._BOOT.replace('main()', boot)"
+    )
     kill = "import os, threading; threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()"
-    code, tokens, noise, pids = _run(random_llama[0], before=kill, max_tokens=400)
+    code, tokens, noise, pids = _run(
+        random_llama[0], first=hang if worker == "hanging" else "", before=kill, max_tokens=400
+    )
     assert (code, tokens, noise) == (-signal.SIGKILL, [], "")
     deadline = time.monotonic() + SECONDS_TO_FAIL
     while any(map(_is_alive, pids)):
