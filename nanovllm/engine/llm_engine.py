@@ -107,6 +107,10 @@ class LLMEngine:
         self._retire([request])
         return True
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def is_finished(self) -> bool:
         """Whether there is nothing left to compute, to read or to report."""
         return not (self._unfinished or self._ended or self._in_flight)

@@ -1,5 +1,6 @@
 """An engine of several processes starts, dies and closes cleanly."""
 
+import asyncio
 import gc
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.engine import tensor_parallel, workers
 from nanovllm.engine.workers import WorkerError
 from tests.checkpoints import random_prompts, save_random_model
@@ -139,6 +140,22 @@ def test_lost_worker(random_llama: Any, started: list[int], monkeypatch: pytest.
         with pytest.raises(RuntimeError, match="this engine is closed"):
             _tokens(llm)
     llm.close()
+
+
+def test_lost_worker_of_an_async_engine(random_llama: Any, started: list[int]) -> None:
+    """Guards against tasks that wait for ever, because the engine's thread has stumbled over the first failure."""
+
+    async def generate() -> list[Any]:
+        async with AsyncLLM(_make(random_llama[0])) as llm:
+            tasks = [asyncio.create_task(llm.generate(prompt, LONG)) for prompt in PROMPTS]
+            await asyncio.sleep(0.2)
+            os.kill(started[0], signal.SIGKILL)
+            return [*await asyncio.gather(*tasks, return_exceptions=True), llm]
+
+    *errors, llm = asyncio.run(asyncio.wait_for(generate(), 30))
+    assert [type(error) for error in errors] == [WorkerError, WorkerError]
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(llm.generate(PROMPTS[0], GREEDY))
 
 
 @pytest.mark.parametrize("size", [1, 2])
