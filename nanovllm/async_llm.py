@@ -201,7 +201,8 @@ class _Driver:
             self._llm.close_stream(stream)
         if (seq_id := self._seq_ids.pop(request, None)) is not None:
             del self._by_seq_id[seq_id]
-            self._llm.abort(seq_id)
+            if not self._llm.is_closed:  # as it is when a process of it was lost
+                self._llm.abort(seq_id)
 
     def _step(self) -> None:
         for request in [*self._streams, *self._seq_ids]:

@@ -21,11 +21,12 @@ class Config:
         max_num_seqs: most sequences that run at the same time.
         max_model_len: most tokens of one sequence, prompt and output; capped by the model's own limit.
         gpu_memory_utilization: share of a GPU's memory that this engine may take, in (0, 1].
-        tensor_parallel_size: number of GPUs that share one model.
+        tensor_parallel_size: number of processes that share one model, each with its own GPU if there is any. It has
+            to divide the model's query heads.
         enforce_eager: never capture CUDA graphs.
         kvcache_block_size: tokens in a KV-cache block; None lets the attention backend choose.
         num_kvcache_blocks: blocks in the KV cache; None measures what fits.
-        device: "auto", "cpu", "cuda" or "cuda:N".
+        device: "auto", "cpu", "cuda" or "cuda:N"; the first of several, if the model is shared.
         dtype: of weights, activations and KV cache; "auto" is float32 on a CPU; on a GPU float16 for a
             float16 checkpoint, bfloat16 for any other.
         attention_backend: a backend's name, or "auto".
@@ -64,8 +65,6 @@ class Config:
                 raise TypeError(f"{name} must be a string, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        if self.tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far")
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> "Config":

@@ -14,13 +14,13 @@ from nanovllm.engine.entrance import Entrance
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
 from nanovllm.engine.launched_step import LaunchedStep, advance_matchers, constrained_sequences
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.models import resolve_architecture
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import open_checkpoint
@@ -61,7 +61,7 @@ class LLMEngine:
         if self.max_model_len < self.config.max_model_len:
             logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
         num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
-        self.runner = ModelRunner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
+        self.runner = make_runner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
 
         num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
         self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
@@ -111,6 +111,10 @@ class LLMEngine:
             self.entrance.abort(request)
             self._retire([request])
         return True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to compute, to read or to report."""
@@ -302,6 +306,8 @@ class LLMEngine:
             yield
         except BaseException:
             self._abort_all()
+            if not self._is_closed and self.runner.is_lost:
+                self.close()
             raise
 
     def _abort_all(self) -> None:

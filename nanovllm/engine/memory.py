@@ -45,17 +45,19 @@ def kv_cache_bytes(
     return available if max_useful is None else min(available, max_useful)
 
 
-def cpu_kv_cache_bytes(max_useful: int) -> int:
-    """Bytes of main memory that the KV cache takes by default; see the constants above."""
+def cpu_kv_cache_bytes(max_useful: int, num_ranks: int = 1) -> int:
+    """Bytes of main memory that the KV cache of each rank takes by default; see the constants above, which are about
+    all ranks together."""
     total = physical_memory()
-    return kv_cache_bytes(
+    num_bytes = kv_cache_bytes(
         total=total,
         free=min(total, int(_CPU_MAX_BYTES)),
         utilization=_CPU_SHARE,
         own=0,
         reserve=0,
-        max_useful=max_useful,
+        max_useful=max_useful * num_ranks,
     )
+    return num_bytes // num_ranks
 
 
 def physical_memory() -> int:

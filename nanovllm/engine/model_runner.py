@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.extra_sampler import ExtraSampler
 from nanovllm.engine.extras import PackedExtras
 from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
+from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_tensors import StepTensors, upload, upload_extras, upload_ints, view_flat
 from nanovllm.layers.attention import LayerCache
+from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.layers.sampler import sample
 from nanovllm.models import build_model, resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
@@ -39,12 +42,20 @@ class ModelRunner:
     """Owns the device. `run` launches a step and returns at once; the tokens are read from its handle later,
     and the next step takes them from `last_tokens`, where sampling has left them, without the host."""
 
-    def __init__(self, config: Config, checkpoint: Checkpoint, max_model_len: int, num_sampled_ids: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: Checkpoint,
+        max_model_len: int,
+        num_sampled_ids: int,
+        parallel: Parallel = SINGLE,
+    ) -> None:
         """Builds and fills the model, and allocates the KV cache.
 
         Args:
             max_model_len: most tokens of a sequence.
             num_sampled_ids: only token ids below this are ever sampled.
+            parallel: which rank this is, of those that share the model.
 
         Raises:
             ValueError: the checkpoint, the backend or the memory can't serve the config.
@@ -52,7 +63,8 @@ class ModelRunner:
         self.config = config
         self.max_model_len = max_model_len
         self.num_sampled_ids = num_sampled_ids
-        self.device = resolve_device(config.device)
+        self.parallel = parallel
+        self.device = resolve_device(config.device, parallel.rank)
         if self.device.type == "cuda":
             if not kernels.are_installed():
                 raise ValueError("a CUDA device needs the package triton, which is not installed")
@@ -66,17 +78,17 @@ class ModelRunner:
         """The model with its weights, and its attention backends."""
         config = self.config
         model_class, spec = resolve_architecture(checkpoint.config)
-        attention_spec = spec.attention_spec(self.dtype, self.device, config.kvcache_block_size)
+        attention_spec = spec.attention_spec(self.dtype, self.device, config.kvcache_block_size, self.parallel)
         backends = select_backends(attention_spec, config.attention_backend)
         self.attention_name, self.block_size = backends.name, backends.block_size
 
-        self.model = build_model(model_class, spec, self.max_model_len, self.dtype, self.device)
+        self.model = build_model(model_class, spec, self.max_model_len, self.dtype, self.device, self.parallel)
         if config.load_format == "dummy":
-            load_dummy_weights(self.model)
+            load_dummy_weights(self.model, self.parallel.rank)
         else:
             load_weights(self.model, checkpoint)
 
-        attention_spec = spec.attention_spec(self.dtype, self.device, self.block_size)
+        attention_spec = replace(attention_spec, block_size=self.block_size)
         self.prefill_backend = backends.prefill(attention_spec)
         self.decode_backend = self.prefill_backend
         if backends.decode is not backends.prefill:
@@ -92,7 +104,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._bind_kv_cache(1)
             self._compile_ahead()
-        self.num_kv_blocks = self._num_kv_blocks()
+        self.num_kv_blocks = self._agree(self._num_kv_blocks())
         self._bind_kv_cache(self.num_kv_blocks)
         if self._wants_graphs:
             self.graphs = self._capture(self._graph_batch_sizes)
@@ -104,6 +116,11 @@ class ModelRunner:
             self.num_kv_blocks,
             self.block_size,
         )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing can be run any more."""
+        return False
 
     @torch.inference_mode()
     def run(self, batch: PackedBatch, make_masks: MakeMasks | None = None) -> StepHandle:
@@ -162,9 +179,18 @@ class ModelRunner:
         """Draws the tokens [N] int64, and leaves them where the next step looks for them."""
         if not len(inputs.sampled_slots):
             return torch.empty(0, dtype=torch.int64, device=self.device)
-        tokens = sample(self._logits(hidden, inputs)[:, : self.num_sampled_ids], inputs)
-        self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
+        logits = self._logits(hidden, inputs)
+        if self.parallel.rank == 0:
+            tokens = sample(logits[:, : self.num_sampled_ids], inputs)
+        else:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        self._keep(tokens, inputs)
         return tokens
+
+    def _keep(self, tokens: torch.Tensor, inputs: StepTensors) -> None:
+        """Takes rank 0's tokens, and leaves them where the next step looks for them."""
+        self.parallel.from_first(tokens)
+        self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
 
     def _sample_with_extras(
         self, hidden: torch.Tensor, inputs: StepTensors, packed: PackedExtras, make_masks: MakeMasks | None
@@ -177,7 +203,7 @@ class ModelRunner:
         logits = self._logits(hidden, inputs)
         masks = None if make_masks is None else upload_ints(make_masks(), self.device)
         tokens, scores = self.extra_sampler.sample(logits, inputs, packed, extras, masks)
-        self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
+        self._keep(tokens, inputs)
         return StepHandle.send(tokens, scores, prompt_scores)
 
     def _logits(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
@@ -208,21 +234,25 @@ class ModelRunner:
             )
 
     def _bind_kv_cache(self, num_blocks: int) -> None:
-        spec, layers = self.model.spec, self.model.attention_layers()
+        spec, layers = self.prefill_backend.spec, self.model.attention_layers()
         shape = (len(layers), 2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
         self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
         for layer, (k_cache, v_cache) in zip(layers, self.kv_cache, strict=True):
             layer.cache = LayerCache(k_cache, v_cache, self.prefill_backend, self.decode_backend)
 
+    def _agree(self, number: int) -> int:
+        """The smallest of the numbers that the ranks come with."""
+        return number
+
     def _num_kv_blocks(self) -> int:
         """The configured number of blocks, or as many as fit."""
         if self.config.num_kvcache_blocks is not None:
             return self.config.num_kvcache_blocks
-        spec = self.model.spec
-        block_bytes = 2 * spec.num_layers * self.block_size * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        spec, num_layers = self.prefill_backend.spec, self.model.spec.num_layers
+        block_bytes = 2 * num_layers * self.block_size * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
         max_useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size) * block_bytes
         if self.device.type == "cpu":
-            num_bytes = cpu_kv_cache_bytes(max_useful)
+            num_bytes = cpu_kv_cache_bytes(max_useful, self.parallel.size)
         else:
             reserve = self._measure_reserve()
             free, total = torch.cuda.mem_get_info(self.device)
@@ -260,7 +290,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         batch = self._largest_batch()
-        self.run(batch)
+        self._launch(batch, None)
         activations = torch.cuda.max_memory_allocated(self.device) - before
         activations += self.extra_sampler.peak_bytes(len(batch.slots), self.model.spec.vocab_size, self.dtype.itemsize)
         graphs = 0
@@ -285,36 +315,3 @@ class ModelRunner:
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a config's `device`.
-
-    Raises:
-        ValueError: it is not a device, or not there.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device if device.type == "cpu" else torch.device("cuda", device.index or 0)
-
-
-def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """The torch dtype of a config's `dtype`; "auto" is float32 on a CPU, else float16 for a float16 checkpoint and
-    bfloat16 for any other."""
-    if name == "auto":
-        if device.type == "cpu":
-            return torch.float32
-        own = getattr(checkpoint.config, "dtype", None)  # transformers 4 says torch_dtype
-        own = own or getattr(checkpoint.config, "torch_dtype", None)
-        return torch.float16 if str(own).removeprefix("torch.") == "float16" else torch.bfloat16
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -1,5 +1,6 @@
 """The results of a launched step on their way to the host, and what they say to the sequences."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,15 @@ class StepHandle:
     """What a step has sampled, and the log-probabilities that were asked for.
 
     `values` is host memory, filled when `done` has happened (at once, where there is none): the N tokens, then the
-    scores [3, L, 1 + K] of sampled and [3, Q, 1 + K'] of prompt tokens, if there are any; see `score_tokens`.
+    scores [3, L, 1 + K] of sampled and [3, Q, 1 + K'] of prompt tokens, if there are any; see `score_tokens`. `wait` is
+    how `done` is waited for.
     """
 
     values: torch.Tensor
     num_tokens: int
     score_shapes: tuple[torch.Size, ...] = ()
     done: torch.cuda.Event | None = None
+    wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
 
     @classmethod
     def send(cls, tokens: torch.Tensor, *scores: torch.Tensor) -> "StepHandle":
@@ -45,7 +48,7 @@ class StepHandle:
     def read(self) -> list[int]:
         """Waits for the step and returns its N tokens."""
         if self.done is not None:
-            self.done.synchronize()
+            self.wait(self.done)
         return self.values[: self.num_tokens].tolist()
 
     def record_logprobs(self, batch: ScheduledBatch) -> None:

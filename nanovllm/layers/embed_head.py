@@ -4,20 +4,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.parallel import SINGLE, Parallel
+
 
 class VocabEmbedding(nn.Module):
-    """Token ids [T] -> vectors [T, hidden_size]."""
+    """Token ids [T] -> vectors [T, hidden_size]. A rank holds the rows of its tokens, then rows of no token."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel = SINGLE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.parallel, self.rows = parallel, parallel.shard_vocab(vocab_size)
+        num_rows = parallel.padded_vocab(vocab_size)
+        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size), requires_grad=False)
+        self.weight[len(self.rows) :] = 0
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.weight)
+        if self.parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        (own,) = self.rows.pieces
+        is_own = (token_ids >= own.start) & (token_ids < own.stop)
+        vectors = F.embedding(torch.where(is_own, token_ids - own.start, 0), self.weight)
+        return self.parallel.all_reduce(vectors.masked_fill_(~is_own[:, None], 0))
 
 
 class LMHead(VocabEmbedding):
-    """Hidden states [N, hidden_size] -> logits [N, vocab_size]."""
+    """Hidden states [N, hidden_size] -> logits [N, vocab_size], on rank 0; what others get is of no use."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight)
+        return self.parallel.gather_vocab(F.linear(hidden, self.weight), self.rows.size)

@@ -8,6 +8,7 @@ from torch import nn
 
 from nanovllm import kernels
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.parallel import SINGLE, Parallel, Shard
 
 
 class Linear(nn.Module):
@@ -19,11 +20,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _is_skinny(x, self.weight):
-            from nanovllm.kernels.skinny_linear import skinny_linear
-
-            return skinny_linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return self._multiply(x, self.bias)
 
     def in_pieces(self, x: torch.Tensor) -> torch.Tensor:
         """What `forward` gives, or float32 partial sums of it [num_pieces, T, out_features], as a GPU likes it better.
@@ -35,28 +32,59 @@ class Linear(nn.Module):
         output: torch.Tensor = self(x)
         return output
 
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if _is_skinny(x, self.weight):
+            from nanovllm.kernels.skinny_linear import skinny_linear
+
+            return skinny_linear(x, self.weight, bias)
+        return F.linear(x, self.weight, bias)
+
+
+class RowLinear(Linear):
+    """A projection whose input features are shared out over the ranks: each gives a part of every sum."""
+
+    def __init__(self, columns: Shard, out_features: int, bias: bool = False, parallel: Parallel = SINGLE) -> None:
+        super().__init__(len(columns), out_features, bias)
+        self.columns, self.parallel = columns, parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.parallel.size == 1 else self._reduce(self._multiply(x, None))
+
+    def in_pieces(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parallel.size == 1 or self.bias is not None:
+            return super().in_pieces(x)
+        if not _is_skinny(x, self.weight, in_pieces=True):
+            return self(x)
+        pieces = super().in_pieces(x)
+        return self._reduce(pieces.sum(0).to(x.dtype) if pieces.dim() == 3 else pieces)
+
+    def _reduce(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parallel.all_reduce(x)
+        return x if self.bias is None else x.add_(self.bias)  # once, not by every rank
+
 
 class MergedLinear(Linear):
-    """Several projections of the same input as one matrix product.
+    """Several projections of the same input as one matrix product, each with the rows that this rank holds.
 
     Attributes:
-        parts: checkpoint name of each projection -> its rows of the merged weight, in output order.
+        parts: checkpoint name of each projection -> its rows of the merged weight, in output order, and what rows of
+            the checkpoint's weight those are.
     """
 
-    def __init__(self, in_features: int, part_sizes: Mapping[str, int], bias: bool = False) -> None:
-        super().__init__(in_features, sum(part_sizes.values()), bias)
-        self.parts: dict[str, slice] = {}
+    def __init__(self, in_features: int, part_rows: Mapping[str, Shard], bias: bool = False) -> None:
+        super().__init__(in_features, sum(map(len, part_rows.values())), bias)
+        self.parts: dict[str, tuple[slice, Shard]] = {}
         start = 0
-        for name, size in part_sizes.items():
-            self.parts[name] = slice(start, start + size)
-            start += size
+        for name, shard in part_rows.items():
+            self.parts[name] = slice(start, start + len(shard)), shard
+            start += len(shard)
 
 
 class GatedLinear(MergedLinear):
     """Two projections of the same input, gate and up; gives silu(gate) * up (SwiGLU: Shazeer, 2020)."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        super().__init__(in_features, {"gate_proj": out_features, "up_proj": out_features}, bias)
+    def __init__(self, in_features: int, rows: Shard, bias: bool = False) -> None:
+        super().__init__(in_features, {"gate_proj": rows, "up_proj": rows}, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None and _is_skinny(x, self.weight):

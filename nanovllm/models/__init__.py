@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderSpec
 
 # Name in the config -> module of this package. The module holds a class of that name.
@@ -44,13 +45,15 @@ def build_model(
     max_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    parallel: Parallel = SINGLE,
 ) -> DecoderForCausalLM:
-    """A model for sequences of up to `max_len` tokens, its parameters of a dtype, on a device, and uninitialised."""
+    """A model for sequences of up to `max_len` tokens, or a rank's part of it, its parameters of a dtype, on a device,
+    and uninitialised."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = model_class(spec, max_len)
+            model = model_class(spec, max_len, parallel)
     finally:
         torch.set_default_dtype(previous)
     return model.to(device).eval()

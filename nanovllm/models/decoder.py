@@ -11,7 +11,8 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import GatedLinear, Linear, MergedLinear
+from nanovllm.layers.linear import GatedLinear, MergedLinear, RowLinear
+from nanovllm.layers.parallel import SINGLE, HeadShare, Parallel
 from nanovllm.layers.rotary_embedding import RopeSpec, RotaryEmbedding, Rotation
 
 # Field of the spec -> key of a transformers config.
@@ -82,9 +83,17 @@ class DecoderSpec:
         # Up to its length, a window sees all there is: full attention is the same.
         return limit if self.sliding_window is None else min(limit, self.sliding_window)
 
-    def attention_spec(self, dtype: torch.dtype, device: torch.device, block_size: int | None) -> AttentionSpec:
+    def head_share(self, parallel: Parallel) -> HeadShare:
+        """The heads that a rank computes. Raises ValueError if they can't be shared out."""
+        return parallel.shard_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def attention_spec(
+        self, dtype: torch.dtype, device: torch.device, block_size: int | None, parallel: Parallel = SINGLE
+    ) -> AttentionSpec:
+        """What a rank asks of its attention backend."""
+        heads = self.head_share(parallel)
         scale = self.head_dim**-0.5
-        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, dtype, device, block_size)
+        return AttentionSpec(heads.num_heads, len(heads.kv_heads), self.head_dim, scale, dtype, device, block_size)
 
 
 def _size(config: Any, name: str) -> int:
@@ -99,47 +108,48 @@ def _sliding_window(config: Any) -> int | None:
 
 
 class DecoderAttention(nn.Module):
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, parallel: Parallel) -> None:
         super().__init__()
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        heads = spec.head_share(parallel)
+        parts = {"q_proj": heads.query_rows, "k_proj": heads.kv_rows, "v_proj": heads.kv_rows}
         self.qkv_proj = MergedLinear(spec.hidden_size, parts, spec.qkv_bias)
-        self.o_proj = Linear(q_size, spec.hidden_size, spec.output_bias)
+        self.o_proj = RowLinear(heads.query_rows, spec.hidden_size, spec.output_bias, parallel)
         self.norms = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
             self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
             self.norms = (self.q_norm, self.k_norm)
-        self.attention = Attention(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.attention = Attention(heads.num_heads, len(heads.kv_heads), spec.head_dim)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return self.o_proj.in_pieces(self.attention(self.qkv_proj(hidden), self.norms, rotation))
 
 
 class DecoderMLP(nn.Module):
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, parallel: Parallel) -> None:
         super().__init__()
-        self.gate_up_proj = GatedLinear(spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
+        features = parallel.shard(spec.intermediate_size)
+        self.gate_up_proj = GatedLinear(spec.hidden_size, features, spec.mlp_bias)
+        self.down_proj = RowLinear(features, spec.hidden_size, spec.mlp_bias, parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj.in_pieces(self.gate_up_proj(hidden))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, parallel: Parallel) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.self_attn = DecoderAttention(spec)
+        self.self_attn = DecoderAttention(spec, parallel)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = DecoderMLP(spec)
+        self.mlp = DecoderMLP(spec, parallel)
 
 
 class Decoder(nn.Module):
-    def __init__(self, spec: DecoderSpec, max_len: int) -> None:
+    def __init__(self, spec: DecoderSpec, max_len: int, parallel: Parallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size)
-        layers = [DecoderLayer(spec) for _ in range(spec.num_layers)]
+        self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+        layers = [DecoderLayer(spec, parallel) for _ in range(spec.num_layers)]
         self.layers: Iterable[DecoderLayer] = nn.ModuleList(layers)  # type: ignore[assignment]
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.rotary = RotaryEmbedding(spec.rope, max_len)
@@ -166,12 +176,12 @@ class DecoderForCausalLM(nn.Module):
 
     config_defaults: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, spec: DecoderSpec, max_len: int) -> None:
-        """`max_len`: positions are below this."""
+    def __init__(self, spec: DecoderSpec, max_len: int, parallel: Parallel = SINGLE) -> None:
+        """`max_len`: positions are below this. `parallel`: what part of the weights is here."""
         super().__init__()
         self.spec = spec
-        self.model = Decoder(spec, max_len)
-        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size)
+        self.model = Decoder(spec, max_len, parallel)
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, parallel)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -194,7 +204,7 @@ class DecoderForCausalLM(nn.Module):
         return self.model(token_ids, positions, rope_lens)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden_size] -> [N, vocab_size]."""
+        """[N, hidden_size] -> [N, vocab_size], on rank 0; the others take part."""
         return self.lm_head(hidden)
 
     def attention_layers(self) -> list[Attention]:

@@ -25,8 +25,9 @@ class TensorSource(Protocol):
 
     shape: tuple[int, ...]
 
-    def copy_to(self, target: torch.Tensor) -> None:
-        """Reads the tensor into `target`, of the same shape and any float dtype and device."""
+    def copy_to(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
+        """Reads the tensor, or the `part` of it that these slices of its first dimensions cut out, into `target`, of
+        the same shape and any float dtype and device."""
 
 
 class Checkpoint(ABC):
@@ -35,10 +36,12 @@ class Checkpoint(ABC):
     Attributes:
         config: the model's configuration, an attribute for each key of a transformers `config.json`.
         name: for messages.
+        location: what `open_checkpoint` finds it by, without asking a hub.
     """
 
     config: Any
     name: str
+    location: str
 
     @abstractmethod
     def load_tokenizer(self) -> Any | None:
@@ -102,6 +105,7 @@ class DirectoryCheckpoint(Checkpoint):
     def __init__(self, folder: Path, name: str | None = None) -> None:
         self.folder = folder
         self.name = name or str(folder)
+        self.location = str(folder)
         config = self._read_json("config.json")
         if config is None:
             raise ValueError(f"{self.name}: not a model directory, it has no config.json")
@@ -171,10 +175,10 @@ class _SafetensorsSource:
         part = file.get_slice(name)
         self.shape, self._dtype = tuple(part.get_shape()), part.get_dtype()
 
-    def copy_to(self, target: torch.Tensor) -> None:
+    def copy_to(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
         if self._dtype not in ("F64", "F32", "F16", "BF16"):
             raise ValueError(f"{self._name} holds {self._dtype} values: quantized checkpoints are not supported")
-        target.copy_(self._file.get_tensor(self._name))
+        target.copy_(self._file.get_slice(self._name)[part] if part else self._file.get_tensor(self._name))
 
 
 def _read_safetensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, TensorSource]]:

@@ -44,7 +44,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.name = str(path)
+        self.name = self.location = str(path)
         try:
             from gguf import GGUFReader
         except ImportError as error:
@@ -130,18 +130,21 @@ class _GGUFSource:
         self._tensor, self._num_interleaved_heads = tensor, num_interleaved_heads
         self.shape = _shape(tensor)
 
-    def copy_to(self, target: torch.Tensor) -> None:
+    def copy_to(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
         from gguf.quants import dequantize
 
-        rows, tensor_type = self._tensor.data, self._tensor.tensor_type
+        rows, tensor_type = self._tensor.data[part[:1]], self._tensor.tensor_type
+        columns = part[1] if len(part) > 1 else slice(None)  # rows are dequantised whole
         if self._num_interleaved_heads:
-            target = target.unflatten(0, (self._num_interleaved_heads, 2, -1)).transpose(1, 2)
+            num_heads = self._num_interleaved_heads * len(rows) // self.shape[0]
+            target = target.unflatten(0, (num_heads, 2, -1)).transpose(1, 2)
             target.copy_(torch.tensor(dequantize(rows, tensor_type)).view(target.shape))
             return
         rows_per_chunk = max(1, _CHUNK_ELEMENTS // self.shape[-1]) if len(self.shape) > 1 else len(rows)
         for start in range(0, len(rows), rows_per_chunk):
             chunk = slice(start, start + rows_per_chunk)
-            target[chunk].copy_(torch.tensor(dequantize(rows[chunk], tensor_type)))
+            values = dequantize(rows[chunk], tensor_type)
+            target[chunk].copy_(torch.tensor(values[..., columns] if values.ndim > 1 else values))
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

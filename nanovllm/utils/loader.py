@@ -1,21 +1,54 @@
 """Fills a model's parameters, from a checkpoint or at random."""
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import MergedLinear
+from nanovllm.layers.embed_head import VocabEmbedding
+from nanovllm.layers.linear import MergedLinear, RowLinear
+from nanovllm.layers.parallel import Shard
 from nanovllm.models import DecoderForCausalLM
-from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.checkpoint import Checkpoint, TensorSource
 
 # Tables that older checkpoints saved although they follow from the config.
 _ROTARY_BUFFER = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _DUMMY_STD = 0.02
 
 
+@dataclass(frozen=True)
+class Target:
+    """The (part of a) parameter that a checkpoint's tensor fills, with all of it or with a shard of dimension `dim`."""
+
+    tensor: torch.Tensor
+    dim: int = 0
+    shard: Shard | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor in the checkpoint."""
+        shape = list(self.tensor.shape)
+        if self.shard is not None:
+            shape[self.dim] = self.shard.size
+        return tuple(shape)
+
+    def fill(self, source: TensorSource) -> None:
+        """Copies what is wanted of a tensor of that shape, and reads no more."""
+        if self.shard is None or self.shard.pieces == (slice(0, self.shard.size),):
+            source.copy_to(self.tensor)
+            return
+        first = 0
+        for piece in self.shard.pieces:
+            length = piece.stop - piece.start
+            if length:
+                part = (*[slice(None)] * self.dim, piece)
+                source.copy_to(self.tensor.narrow(self.dim, first, length), part)
+            first += length
+
+
 def load_weights(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
-    """Copies every tensor of the checkpoint to its place.
+    """Copies every tensor of the checkpoint, or a rank's part of each, to its place.
 
     Raises:
         ValueError: a parameter without a tensor, a tensor without a place, or a shape that doesn't fit.
@@ -25,10 +58,9 @@ def load_weights(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
     for name, source in checkpoint.tensors():
         target = targets.pop(name, None)
         if target is not None:
-            if source.shape != tuple(target.shape):
-                wanted = list(target.shape)
-                raise ValueError(f"{checkpoint.name}: {name} has shape {list(source.shape)}, not {wanted}")
-            source.copy_to(target)
+            if source.shape != target.shape:
+                raise ValueError(f"{checkpoint.name}: {name} has shape {list(source.shape)}, not {list(target.shape)}")
+            target.fill(source)
         elif not _is_redundant(name, model):
             unknown.append(name)
     if targets:
@@ -37,10 +69,10 @@ def load_weights(model: DecoderForCausalLM, checkpoint: Checkpoint) -> None:
         raise ValueError(f"{checkpoint.name}: {_listing(unknown)} unknown to {type(model).__name__}")
 
 
-def load_dummy_weights(model: DecoderForCausalLM) -> None:
+def load_dummy_weights(model: DecoderForCausalLM, rank: int = 0) -> None:
     """Random weights, the same each time: normal with a standard deviation of 0.02, norms 1, biases 0."""
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(rank)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
@@ -50,18 +82,23 @@ def load_dummy_weights(model: DecoderForCausalLM) -> None:
             parameter.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def checkpoint_targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> the (part of a) parameter that it fills. A tied parameter has one name, its first."""
-    targets: dict[str, torch.Tensor] = {}
-    merged = {name: module for name, module in model.named_modules() if isinstance(module, MergedLinear)}
+def checkpoint_targets(model: nn.Module) -> dict[str, Target]:
+    """Checkpoint name -> what it fills. A tied parameter has one name, its first."""
+    targets: dict[str, Target] = {}
+    modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         module_name, _, kind = name.rpartition(".")
-        if module_name not in merged:
-            targets[name] = parameter.data
-            continue
-        parent = module_name.rpartition(".")[0]
-        for part, rows in merged[module_name].parts.items():
-            targets[f"{parent}.{part}.{kind}"] = parameter.data[rows]
+        module = modules[module_name]
+        if isinstance(module, MergedLinear):
+            parent = module_name.rpartition(".")[0]
+            for part, (rows, shard) in module.parts.items():
+                targets[f"{parent}.{part}.{kind}"] = Target(parameter.data[rows], 0, shard)
+        elif isinstance(module, RowLinear) and kind == "weight":
+            targets[name] = Target(parameter.data, 1, module.columns)
+        elif isinstance(module, VocabEmbedding):
+            targets[name] = Target(parameter.data[: len(module.rows)], 0, module.rows)
+        else:
+            targets[name] = Target(parameter.data)
     return targets
 
 

@@ -281,8 +281,8 @@ def test_smollm2_tensors(smollm2: LLM, smollm2_reference: LlamaForCausalLM) -> N
     theirs = smollm2_reference.state_dict()
     ours = checkpoint_targets(smollm2.runner.model)
     assert set(ours) == set(theirs) - {"lm_head.weight"}
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+    for name, target in ours.items():
+        assert torch.equal(target.tensor, theirs[name]), name
 
 
 @needs_smollm2

@@ -7,13 +7,18 @@ from nanovllm import kernels
 from nanovllm.kernels import skinny_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import GatedLinear, Linear, MergedLinear
+from nanovllm.layers.parallel import SINGLE
 from tests.kernels.reference import assert_as_exact_as_torch
 
 
 @pytest.mark.parametrize("num_rows", [1, 20, 130, 260])
 @pytest.mark.parametrize("bias", [False, True])
 def test_feed_forward_block(num_rows, bias, device, generator, monkeypatch):
-    linear, gated, down = MergedLinear(128, {"a": 128}, bias), GatedLinear(128, 256, bias), Linear(256, 128, bias)
+    linear, gated, down = (
+        MergedLinear(128, {"a": SINGLE.shard(128)}, bias),
+        GatedLinear(128, SINGLE.shard(256), bias),
+        Linear(256, 128, bias),
+    )
     norm = RMSNorm(128, 1e-6)
     modules = torch.nn.ModuleList((linear, gated, down, norm))
     for parameter in modules.parameters():

@@ -1,0 +1,132 @@
+"""Memory that the ranks of an engine share: the arrays of one step, as rank 0 packed them."""
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.engine.batch import PackedBatch
+
+IntArray = npt.NDArray[np.int32]
+
+# Sampling is rank 0's: what it needs beside these stays there.
+_ARRAYS = (
+    "token_ids",
+    "positions",
+    "kv_slots",
+    "query_starts",
+    "context_lens",
+    "block_tables",
+    "slots",
+    "rope_lens",
+    "logits_indices",
+    "sampled_slots",
+)
+_HEADER_SIZE = 9
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step that a config allows: tokens, sequences, and blocks of a sequence."""
+
+    num_tokens: int
+    num_seqs: int
+    table_width: int
+
+    @property
+    def num_bytes(self) -> int:
+        per_token = 5  # token_ids, positions, kv_slots, rope_lens, rows of scored prompt tokens
+        per_seq = 5 + self.table_width  # query_starts, context_lens, slots, logits_indices, sampled_slots, block table
+        return 4 * (_HEADER_SIZE + 1 + self.num_tokens * per_token + self.num_seqs * per_seq)
+
+
+class StepMemory:
+    """One step's arrays. Rank 0 writes them; the others copy them before rank 0 may write again.
+
+    The memory is a file without a name, which other processes inherit: nothing is left of it when the last process
+    that has it open ends, however it ends. What no step has used takes no room.
+    """
+
+    def __init__(self, limits: StepLimits, file_descriptor: int | None = None) -> None:
+        """Makes new memory, or opens that of a file descriptor. Either is open until `close_file`."""
+        self.file_descriptor = nameless_file() if file_descriptor is None else file_descriptor
+        if file_descriptor is None:
+            os.ftruncate(self.file_descriptor, limits.num_bytes)
+        self._values = np.frombuffer(mmap.mmap(self.file_descriptor, limits.num_bytes), dtype=np.int32)
+
+    def close_file(self) -> None:
+        """Closes the descriptor; the memory itself is there as long as this object."""
+        os.close(self.file_descriptor)
+
+    def write(self, batch: PackedBatch) -> None:
+        extras = batch.extras
+        prompt_rows = np.zeros(0, dtype=np.int32) if extras is None else extras.prompt_rows
+        self._values[:_HEADER_SIZE] = (
+            len(batch.token_ids),
+            *batch.block_tables.shape,
+            len(batch.sampled_slots),
+            len(prompt_rows),
+            batch.has_plain_sampling,
+            batch.num_decode_seqs,
+            batch.max_query_len,
+            batch.max_context_len,
+        )
+        offset = _HEADER_SIZE
+        for array in (*(getattr(batch, name) for name in _ARRAYS), prompt_rows):
+            self._values[offset : offset + array.size] = array.ravel()
+            offset += array.size
+
+    def read(self) -> tuple[PackedBatch, IntArray | None]:
+        """A copy of the step, without what says how tokens are chosen; and rows of its tokens whose logits are wanted
+        beside those of the sampled tokens, or None if its sampling is plain."""
+        header = [int(value) for value in self._values[:_HEADER_SIZE]]
+        num_tokens, num_seqs, width, num_sampled, num_prompt_rows, is_plain = header[:6]
+        shapes: list[tuple[int, ...]] = [
+            *[(num_tokens,)] * 3,
+            (num_seqs + 1,),
+            (num_seqs,),
+            (num_seqs, width),
+            (num_seqs,),
+            (num_tokens,),
+            *[(num_sampled,)] * 2,
+            (num_prompt_rows,),
+        ]
+        arrays, offset = [], _HEADER_SIZE
+        for shape in shapes:
+            size = int(np.prod(shape))
+            arrays.append(self._values[offset : offset + size].reshape(shape).copy())
+            offset += size
+        batch = PackedBatch(
+            **dict(zip(_ARRAYS, arrays, strict=False)),
+            **_no_sampling(num_sampled),  # type: ignore[arg-type]
+            num_decode_seqs=header[6],
+            max_query_len=header[7],
+            max_context_len=header[8],
+        )
+        return batch, None if is_plain else arrays[-1]
+
+
+def _no_sampling(num_sampled: int) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float32]]:
+    empty, zeros = np.zeros(0, dtype=np.int32), np.zeros(num_sampled, dtype=np.int32)
+    floats = np.zeros(num_sampled, dtype=np.float32)
+    return {
+        "temperature": floats,
+        "keys": np.zeros((num_sampled, 2), dtype=np.int32),
+        "filter_rows": empty,
+        "top_k": zeros,
+        "top_p": floats,
+        "min_p": floats,
+        "banned_rows": empty,
+        "banned_ids": empty,
+    }
+
+
+def nameless_file() -> int:
+    """Descriptor of a file that only those who have it open know, and that is gone with the last of them."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("nanovllm")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

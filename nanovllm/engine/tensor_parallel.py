@@ -1,0 +1,163 @@
+"""Several ranks for one model: rank 0, which the engine calls. The others are in `worker.py`."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.placement import resolve_device
+from nanovllm.engine.step_handle import StepHandle
+from nanovllm.engine.step_memory import StepLimits, StepMemory
+from nanovllm.engine.step_tensors import StepTensors
+from nanovllm.engine.worker import WorkerSetup
+from nanovllm.engine.workers import STEP_TIMEOUT_SECONDS, Workers
+from nanovllm.layers.parallel import ExchangeError, Parallel, connect, make_store
+from nanovllm.models import resolve_architecture
+from nanovllm.utils.checkpoint import Checkpoint
+
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def make_runner(config: Config, checkpoint: Checkpoint, max_model_len: int, num_sampled_ids: int) -> ModelRunner:
+    """The runner that an engine needs; see `ModelRunner` for arguments and errors."""
+    runner = ModelRunner if config.tensor_parallel_size == 1 else TensorParallelRunner
+    return runner(config, checkpoint, max_model_len, num_sampled_ids)
+
+
+class TensorParallelRunner(ModelRunner):
+    """Rank 0, which leads the others. A step's arrays go to them through shared memory; then all ranks launch the same
+    forward pass. Rank 0 gets the logits, samples, and sends the tokens from device to device, where each rank's next
+    step finds them: no host is in between. What decides about sampling never leaves rank 0.
+
+    If a rank is lost in the middle of a step, the others are ended, and the engine has to close.
+    """
+
+    def __init__(self, config: Config, checkpoint: Checkpoint, max_model_len: int, num_sampled_ids: int) -> None:
+        """Raises WorkerError, beside what `ModelRunner` raises: another rank has failed."""
+        size = config.tensor_parallel_size
+        resolve_architecture(checkpoint.config)[1].head_share(Parallel(0, size))
+        device = resolve_device(config.device, size - 1)
+        limits = StepLimits(
+            num_tokens=config.max_num_batched_tokens,
+            num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            table_width=-(-max_model_len // (config.kvcache_block_size or 1)),
+        )
+        # Tokens that the others wait for in the step that is being launched; None while it is not known.
+        self._num_awaited: int | None = None
+        self._memory = StepMemory(limits)
+        try:
+            self._workers = Workers(size, self._memory.file_descriptor)
+        finally:
+            self._memory.close_file()
+        try:
+            self._workers.hear()
+            store = make_store()
+            setup = WorkerSetup(config, checkpoint.location, max_model_len, num_sampled_ids, limits, store.port)
+            self._workers.tell(setup)
+            group = connect(device.type, store.port, 0, size, STEP_TIMEOUT_SECONDS)
+            super().__init__(config, checkpoint, max_model_len, num_sampled_ids, Parallel(0, size, group))
+            self._workers.hear()
+        except ExchangeError as error:
+            raise self._workers.fail() from error
+        except BaseException:
+            self._workers.kill()
+            raise
+
+    @property
+    def is_lost(self) -> bool:
+        return self._workers.is_closed
+
+    def run(self, batch: PackedBatch, *args: Any) -> StepHandle:
+        """Launches a step on all ranks.
+
+        Raises:
+            WorkerError: a rank is lost.
+        """
+        with interrupts_put_off():  # cut off halfway, a step would leave the others waiting
+            self._workers.settle()
+            self._memory.write(batch)
+            self._workers.tell(True)
+            self._num_awaited = None
+            try:
+                handle = super().run(batch, *args)
+            except BaseException as error:
+                self._complete_step(error)
+                raise
+        return handle if handle.done is None else replace(handle, wait=self._wait)
+
+    def close(self) -> None:
+        """Ends the other ranks, too."""
+        self._workers.close()
+        super().close()
+
+    def _agree(self, number: int) -> int:
+        smallest = min(number, *self._workers.hear())
+        self._workers.tell(smallest)
+        return smallest
+
+    def _logits(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
+        logits = super()._logits(hidden, inputs)
+        self._num_awaited = len(logits)
+        return logits
+
+    def _keep(self, tokens: torch.Tensor, inputs: StepTensors) -> None:
+        super()._keep(tokens, inputs)
+        self._num_awaited = 0
+
+    def _complete_step(self, error: BaseException) -> None:
+        """After an error here. One in sampling, as a user's function may raise, leaves the others waiting for tokens
+        alone: they get some, and all are ready for the next step. Any other loses the others. Raises WorkerError if one
+        of them was the cause."""
+        if isinstance(error, ExchangeError):
+            raise self._lose() from error
+        if self._num_awaited is None:
+            self._workers.kill()
+        elif self._num_awaited:
+            with self._current_device():
+                self.parallel.from_first(torch.zeros(self._num_awaited, dtype=torch.int64, device=self.device))
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        """Waits for a step on the device, unless a rank is lost: the device would wait for it for ever."""
+        deadline = time.monotonic() + STEP_TIMEOUT_SECONDS
+        look = 0.0
+        while not done.query():
+            now = time.monotonic()
+            if now > deadline:
+                raise self._lose()
+            if now > look:
+                look = now + _SECONDS_BETWEEN_LOOKS
+                if self._workers.has_dead():
+                    raise self._lose()
+            time.sleep(20e-6)
+
+    def _lose(self) -> BaseException:
+        error = self._workers.fail()
+        if self.device.type == "cuda":
+            self.parallel.group.abort()  # ends the kernels that wait for the others
+        return error
+
+
+@contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """Ctrl-C inside has its effect afterwards. It always concerns the main thread; others are not disturbed."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])

@@ -1,0 +1,131 @@
+"""The process of a rank that is not the first: makes its part of the model, then follows rank 0 step by step.
+
+It ends when rank 0 says so, when rank 0's process is gone, or when anything fails, which it reports.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.extra_sampler import PROMPT_ROWS
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.placement import resolve_device
+from nanovllm.engine.step_memory import StepLimits, StepMemory
+from nanovllm.engine.step_tensors import upload, view_flat
+from nanovllm.engine.workers import Failure
+from nanovllm.layers.parallel import Parallel, connect
+from nanovllm.utils.checkpoint import open_checkpoint
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+# Rank 0 is the one that keeps time. The others wait for it however long it takes, and end when its process does.
+_PATIENCE_SECONDS = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What rank 0 tells the workers once: the model, and the port of its store on this machine."""
+
+    config: Config
+    model: str
+    max_model_len: int
+    num_sampled_ids: int
+    limits: StepLimits
+    port: int
+
+
+class FollowingRunner(ModelRunner):
+    """Computes its part of each step, and takes the sampled tokens from rank 0."""
+
+    def __init__(self, setup: WorkerSetup, parallel: Parallel, connection: Connection) -> None:
+        self._connection = connection
+        checkpoint = open_checkpoint(setup.model)
+        super().__init__(setup.config, checkpoint, setup.max_model_len, setup.num_sampled_ids, parallel)
+
+    @torch.inference_mode()
+    def follow(self, batch: PackedBatch, prompt_rows: npt.NDArray[np.int32] | None) -> None:
+        """Launches what `run` does on rank 0, up to the choice of tokens.
+
+        Args:
+            prompt_rows: rows of the batch's tokens whose logits rank 0 scores; None if its sampling is plain.
+        """
+        with self._current_device():
+            is_replayed = self.graphs is not None and batch.is_pure_decode
+            hidden = self.graphs.replay_forward(batch) if is_replayed else None  # type: ignore[union-attr]
+            if is_replayed and prompt_rows is None:
+                self.graphs.replay_sampling(batch)  # type: ignore[union-attr]
+                return
+            inputs = view_flat(upload(batch, self.device), batch)
+            if hidden is None:
+                hidden = self._forward(inputs)
+            rows = torch.from_numpy(np.zeros(0, np.int32) if prompt_rows is None else prompt_rows).to(self.device)
+            for first in range(0, len(rows), PROMPT_ROWS):
+                self.model.compute_logits(hidden[rows[first : first + PROMPT_ROWS]])
+            self._sample(hidden, inputs)
+
+    def _agree(self, number: int) -> int:
+        self._connection.send(number)
+        answer = self._connection.recv()
+        if answer is None:
+            raise SystemExit
+        return int(answer)
+
+
+def main() -> None:
+    """Arguments: the rank; process id of rank 0; descriptors of the connection to it, of the step memory, and of the
+    file for what this process is at, all of them inherited."""
+    rank, parent, connection_fd, memory_fd, stacks_fd = map(int, sys.argv[1:])
+    faulthandler.register(signal.SIGUSR1, file=stacks_fd)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    connection = Connection(connection_fd)
+    code = 0
+    try:
+        _serve(rank, connection, memory_fd)
+    except (EOFError, SystemExit):
+        pass
+    except BaseException:
+        code = 1
+        with contextlib.suppress(OSError):  # rank 0 is gone
+            connection.send(Failure(time.monotonic(), traceback.format_exc()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the threads and connections that torch has made need no farewell
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process soon after rank 0's has ended: the main thread may be waiting for it, somewhere in torch."""
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os._exit(1)
+
+
+def _serve(rank: int, connection: Connection, memory_fd: int) -> None:
+    connection.send(True)
+    setup: WorkerSetup | None = connection.recv()
+    if setup is None:
+        return
+    size = setup.config.tensor_parallel_size
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    memory = StepMemory(setup.limits, memory_fd)
+    memory.close_file()
+    device = resolve_device(setup.config.device, rank)
+    parallel = Parallel(rank, size, connect(device.type, setup.port, rank, size, _PATIENCE_SECONDS))
+    runner = FollowingRunner(setup, parallel, connection)
+    connection.send(True)
+    while connection.recv() is not None:
+        step = memory.read()
+        connection.send(True)  # rank 0 may write the next
+        runner.follow(*step)
+    runner.close()  # when the device has done what it was asked for: it may be in an exchange with rank 0's
