@@ -216,7 +216,11 @@ class _Driver:
                     del self._seq_ids[request]
                     self._mail[request.loop].append((request, output))
             for request, stream in list(self._streams.items()):
-                self._take(request, stream)
+                try:
+                    self._take(request, stream)
+                except Exception as error:  # its text can't be decoded
+                    self._mail[request.loop].append((request, error))
+                    self._abort(request)
         except BaseException as error:
             self._fail_all(error)
         self._send_mail()

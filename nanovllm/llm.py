@@ -188,11 +188,11 @@ class LLM(LLMEngine):
                 self._forget(sequences)
 
     def _step(self) -> StepOutput:
+        if self._is_stepping:
+            raise RuntimeError("a step is running: an engine serves one thread, and not from inside its own steps")
         if self._abandoned:
             abandoned, self._abandoned = self._abandoned, []
             self._forget(abandoned)
-        if self._is_stepping:
-            raise RuntimeError("a step is running: an engine serves one thread, and not from inside its own steps")
         try:
             self._is_stepping = True
             return super()._step()

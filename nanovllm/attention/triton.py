@@ -1,10 +1,10 @@
 """This project's own kernels as a backend: any CUDA GPU, no flash-attn needed."""
 
-import importlib.util
 from typing import Any
 
 import torch
 
+from nanovllm import kernels
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.utils.context import ForwardContext
 
@@ -18,7 +18,7 @@ class TritonBackend(AttentionBackend):
         reasons = []
         if spec.device.type != "cuda":
             return ["needs a CUDA device"]
-        if importlib.util.find_spec("triton") is None:
+        if not kernels.are_installed():
             reasons.append("triton is not installed")
         if torch.cuda.get_device_capability(spec.device) < (8, 0):
             reasons.append("needs compute capability 8.0 or newer")

@@ -86,7 +86,8 @@ class DecodeGraphs:
         self, run: Callable[..., torch.Tensor], *args: StepTensors | torch.Tensor
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other engines, in other threads, may launch and allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run(*args)
         return graph, output
 

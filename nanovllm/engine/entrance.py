@@ -26,6 +26,11 @@ class Entrance:
     def num_held(self) -> int:
         return len(self._held)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests and samples that have not begun."""
+        return len(self._held) + len(self._scheduler.waiting)
+
     def add(self, request: Sequence) -> None:
         """Lets a request in, ends it because its constraint can't be compiled, or holds it until that is known."""
         if not request.is_ready:

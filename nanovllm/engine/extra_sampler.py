@@ -71,9 +71,10 @@ class ExtraSampler:
 
     def peak_bytes(self, num_rows: int, vocab_size: int, itemsize: int) -> int:
         """Most memory that all this needs at a time, beside what sampling `num_rows` rows without extras needs."""
-        edited = num_rows * vocab_size * 4
-        counts = min(num_rows, edits.COUNTED_ROWS) * vocab_size * 4
-        rows_of_processors = num_rows * vocab_size * 4
+        row = vocab_size * 4
+        edited = num_rows * row
+        counts = min(num_rows, edits.COUNTED_ROWS) * row
+        rows_of_processors = 2 * num_rows * row  # what they get, and what they return
         prompt = PROMPT_ROWS * vocab_size * itemsize
         return max(edited + max(counts, rows_of_processors), prompt)
 

@@ -201,7 +201,7 @@ class LLMEngine:
                 while len(outputs) < feed.num_prompts:
                     feed.encode_chunk()
                     # No more than the step may start: what waits in the feed takes less memory.
-                    while feed.can_take and len(self.scheduler.waiting) < self.scheduler.max_num_seqs:
+                    while feed.can_take and self.entrance.num_queued < self.scheduler.max_num_seqs:
                         seq = make(*feed.take())
                         requests[seq.seq_id] = seq
                         self._enqueue(seq)
@@ -209,7 +209,7 @@ class LLMEngine:
                     progress.update(step, self._collect(requests, outputs, output_of))
         finally:
             self._forget(list(requests.values()))
-        return [outputs[seq_id] for seq_id in requests]
+        return [outputs[seq_id] for seq_id in sorted(outputs)]  # ids rise in the order of the prompts
 
     def _collect(
         self, requests: dict[int, Sequence], outputs: dict[int, Output], output_of: Callable[[Sequence], Output]
@@ -219,6 +219,7 @@ class LLMEngine:
         num_before = len(outputs)
         for seq_id in requests.keys() & self._ended.keys():
             outputs[seq_id] = output_of(self._ended.pop(seq_id))
+            del requests[seq_id]  # a large job has no room for them all
             if time.perf_counter() > deadline:
                 break
         return len(outputs) - num_before
@@ -270,8 +271,8 @@ class LLMEngine:
         with self._nothing_half_done():
             self._unfinished[seq.seq_id] = seq
             self.entrance.add(seq)
-        if seq.is_finished:
-            self._retire([seq])
+            if seq.is_finished:
+                self._retire([seq])
 
     def _retire(self, sequences: list[Sequence]) -> None:
         """Keeps the requests of finished sequences to be reported, if all their samples have finished; those that are

@@ -85,7 +85,10 @@ class NanoLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         own = (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        return next(token_id for token_id in own if token_id is not None)
+        token_id = next((token_id for token_id in own if token_id is not None), None)
+        if token_id is None:
+            raise ValueError("this tokenizer begins and ends texts with no token of its own: pass prefix_token_id")
+        return token_id
 
     @property
     def tokenizer_name(self) -> str:

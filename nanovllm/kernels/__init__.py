@@ -6,6 +6,7 @@ of them can be captured in a CUDA graph), and allocates its result with `torch.e
 `TRITON_INTERPRET=1` the same code runs on CPU tensors, slowly; that is how the tests check it without a GPU.
 """
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,11 +31,15 @@ def serve(x: torch.Tensor) -> bool:
     return x.is_cuda and are_installed()
 
 
+_compiling = threading.Lock()
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, kernels are compiled instead of launched, several at a time; leaving waits for them.
 
-    Whatever a kernel would have written is left as it was, so the results of what runs inside mean nothing.
+    Whatever a kernel would have written is left as it was, so the results of what runs inside mean nothing. Other
+    threads launch their kernels meanwhile as ever.
     """
     import triton
     from triton.runtime.jit import JITFunction
@@ -42,17 +47,21 @@ def compiling_ahead() -> Iterator[None]:
     if not hasattr(triton, "AsyncCompileMode"):  # an older triton: kernels compile when they are launched
         yield
         return
-    launch = JITFunction.run
+    owner = threading.get_ident()
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
-        return launch(kernel, *args, **{**options, "warmup": True})
+        if threading.get_ident() == owner:
+            options["warmup"] = True
+        return launch(kernel, *args, **options)
 
-    with ThreadPoolExecutor() as executor:
+    with _compiling, ThreadPoolExecutor() as executor:
+        launch = JITFunction.run
         JITFunction.run = compile_only
         try:
             with triton.AsyncCompileMode(executor) as mode:
                 yield
+                futures = list(mode.future_kernels.values())
         finally:
             JITFunction.run = launch
-        compiled = [future.result() for future in mode.future_kernels.values()]
+        compiled = [future.result() for future in futures]
         list(executor.map(lambda kernel: kernel.run, compiled))  # builds and loads what launches it

@@ -64,7 +64,7 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether programmatic dependent launch works there: from Hopper on, with a triton that knows it."""
-    if device.type != "cuda" or gdc_wait is None:
+    if device.type != "cuda" or torch.version.hip is not None or gdc_wait is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

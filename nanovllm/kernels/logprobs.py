@@ -120,7 +120,8 @@ def _finish_kernel(
             found = tl.where(slot == i, first, found)
             taken = taken | (segment == first)
         tokens = found[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
-        valid = (found[:, None] >= 0) & (tokens < vocab_size)
+        # a row of NaN has no maximum: its segments are NO_INDEX, and its products wrap
+        valid = (found[:, None] >= 0) & (found[:, None] < num_segments) & (tokens < vocab_size)
         logits = tl.load(logits_ptr + tokens, mask=valid, other=float("-inf")).to(tl.float32)
         rank = 1
         previous = float("inf")
@@ -129,7 +130,7 @@ def _finish_kernel(
             best = tl.min(tl.min(tl.where(valid & (logits == top), tokens, NO_INDEX), axis=1), axis=0)
             rank = tl.where(top < previous, i + 1, rank)
             previous = top
-            _store(scores_ptr, plane, i + 1, best, rank, top - log_total)
+            _store(scores_ptr, plane, i + 1, tl.minimum(best, vocab_size - 1), rank, top - log_total)
             valid = valid & (tokens != best)
 
 

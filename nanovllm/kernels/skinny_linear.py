@@ -10,12 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.common import has_dependent_launch, launch_options, num_multiprocessors, wait_for_previous_kernel
+from nanovllm.kernels.common import (
+    has_dependent_launch,
+    launch_options,
+    num_multiprocessors,
+    shared_memory_per_block,
+    wait_for_previous_kernel,
+)
 
 MAX_ROWS = 128  # with more, arithmetic counts, and a library's kernels do that better
 MAX_ROWS_IN_PIECES = 256
 MAX_WEIGHT_BYTES = 16 << 20  # larger weights keep the memory busy anyhow, and don't fit the L2 cache
 MAX_PIECES = 4
+SHARED_MEMORY = 200 << 10  # bytes that the largest tiles take; a consumer GPU has half of that
 INNER = 128  # of the inner dimension at a time
 # Up to so many rows of x -> (rows and columns of a program, warps, stages); the best of a sweep on an H200.
 _TILES = {16: (16, 64, 4, 4), 64: (64, 32, 4, 4), MAX_ROWS: (64, 64, 4, 4), float("inf"): (128, 64, 8, 3)}
@@ -60,9 +67,10 @@ def _skinny_linear_kernel(
     up_ptrs = weight_ptrs + out_features.to(tl.int64) * weight_row  # used with SILU alone
     if PDL:
         line = start + tl.arange(0, LINES) * (128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
-        _prefetch(weight_ptrs[:, None] + line[None, :])
+        present = tl.minimum(column, out_features - 1).to(tl.int64) * weight_row
+        _prefetch(weight_ptr + present[:, None] + line[None, :])
         if SILU:
-            _prefetch(up_ptrs[:, None] + line[None, :])
+            _prefetch(weight_ptr + out_features.to(tl.int64) * weight_row + present[:, None] + line[None, :])
     wait_for_previous_kernel(PDL)
     # SWAP: the tensor cores' long side takes the weight's rows, because there are few of x's
     gate = tl.zeros([COLUMNS, ROWS] if SWAP else [ROWS, COLUMNS], tl.float32)
@@ -94,6 +102,7 @@ def suits(x: torch.Tensor, weight: torch.Tensor, *, in_pieces: bool = False) -> 
         and weight.shape[1] % INNER == 0
         and weight.element_size() == 2
         and has_dependent_launch(x.device)
+        and shared_memory_per_block(x.device) >= SHARED_MEMORY
     )
 
 

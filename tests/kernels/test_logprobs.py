@@ -106,3 +106,14 @@ def test_wrong_shapes(device):
         score_tokens(logits, None, torch.zeros(3, dtype=torch.int64).to(device), 1)
     with pytest.raises(ValueError, match="contiguous rows"):
         score_tokens(logits.T, None, torch.zeros(50, dtype=torch.int64).to(device), 1)
+
+
+def test_rows_of_nan_stay_inside(device):
+    """Guards against reading before the logits where nothing is the largest, as after an overflow of float16."""
+    storage = torch.full((3, 300), 7.0, device=device)
+    logits = storage[1:]
+    logits[0] = float("nan")
+    tokens = torch.tensor([5, 6], dtype=torch.int32, device=device)
+    ids = score_tokens(logits, None, tokens, 3)[0]
+    assert ((ids >= 0) & (ids < 300)).all()
+    assert ids[1].tolist() == [6, 0, 1, 2]

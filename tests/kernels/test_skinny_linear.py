@@ -74,6 +74,7 @@ def test_no_rows(device):
 
 def test_what_suits(device, monkeypatch):
     monkeypatch.setattr(module, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(module, "shared_memory_per_block", lambda device: 227 << 10)
     weight = torch.empty(64, 256, dtype=torch.bfloat16, device=device)
     x = torch.empty(128, 256, dtype=torch.bfloat16, device=device)
     assert module.suits(x, weight)
@@ -83,6 +84,9 @@ def test_what_suits(device, monkeypatch):
     assert module.suits(more, weight, in_pieces=True)
     assert not module.suits(x, torch.empty(64, 200, dtype=torch.bfloat16, device=device))
     assert not module.suits(x, torch.empty(1, dtype=torch.bfloat16, device=device).expand(64 << 10, 256))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "shared_memory_per_block", lambda device: 99 << 10)
+        assert not module.suits(x, weight), "the tiles don't fit a consumer GPU"
     monkeypatch.setattr(module, "has_dependent_launch", lambda device: False)
     assert not module.suits(x, weight), "without dependent launches, a library's product is as good"
 
