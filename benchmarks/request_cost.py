@@ -5,11 +5,13 @@
 
 Every pass completes the same number of requests of the same lengths with other token ids. A variant's cost is the
 median over the rounds of its time against the plain pass of the same round; `cpu_cost` is the same in processor time,
-which other processes disturb less (on a GPU it includes waiting, and says little). Below the table: what following the
-text of one output costs a token, alone, on the host. The last line is JSON.
+which other processes disturb less (on a GPU it includes waiting, and says little). JSON that follows the schema can't
+end before the requested length. Below the table: what following the text of one output costs a token, alone, on the
+host. The last line is JSON.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import time
@@ -27,6 +29,16 @@ PLAIN = "plain"
 # Strings that never come, with beginnings that do.
 ONE_STOP = (" the \ufdd0",)
 FOUR_STOPS = (*ONE_STOP, "\n\ufdd0", "e\ufdd0", "\n\nUser:\ufdd0")
+# A list that is longer than any output here, of what a model is typically asked for.
+SCHEMA = {
+    "type": "array",
+    "minItems": 4096,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "score": {"type": "number"}, "is_new": {"type": "boolean"}},
+        "required": ["name", "score", "is_new"],
+    },
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "again": {},  # how far two equal passes are apart
@@ -34,21 +46,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stop: 4 strings": {"stop": FOUR_STOPS},
     "stream": {},
     "stream, 4 stop strings": {"stop": FOUR_STOPS},
+    "logprobs=5": {"logprobs": 5},
+    "penalties": {"presence_penalty": 0.2, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
+    "json schema": {"json_schema": SCHEMA},
 }
 
 
 def main() -> None:
     args = parse_args()
+    if importlib.util.find_spec("llguidance") is None:
+        print("json schema: left out, llguidance is not installed")
+        del VARIANTS["json schema"]
     model = args.model or demo_model()
     if args.shape:
         folder = shape_folder(args.shape)
         save_tokenizer(folder)
         model = str(folder)
-    with LLM(model, device=args.device, max_num_seqs=args.batch, load_format="dummy" if args.shape else "auto") as llm:
+    load_format = "dummy" if args.shape else "auto"
+    max_model_len = args.prompt_len + args.output_len
+    with LLM(
+        model, device=args.device, max_num_seqs=args.batch, max_model_len=max_model_len, load_format=load_format
+    ) as llm:
         texts = llm.texts
         figures = measure(llm, args)
     figures["microseconds a token"] = {
-        name: round(1e6 * seconds_a_token(texts, **VARIANTS[name]), 3) for name in VARIANTS if VARIANTS[name]
+        name: round(1e6 * seconds_a_token(texts, **VARIANTS[name]), 3) for name in VARIANTS if "stop" in VARIANTS[name]
     }
     for name, microseconds in figures["microseconds a token"].items():
         print(f"{name:24} {microseconds:8.3f} us a token, {1e-3 * args.batch * microseconds:.3f} ms a step")

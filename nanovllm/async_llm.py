@@ -30,6 +30,14 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        """
+        Raises:
+            TypeError: it is given something else than an `LLM`.
+            RuntimeError: that is closed.
+        """
+        if not isinstance(llm, LLM):
+            raise TypeError(f"AsyncLLM takes an LLM, as in AsyncLLM(LLM(model)), got {llm!r:.80}")
+        llm.check_open()
         self._driver = _Driver(llm)
         # The thread refers to the driver only: dropped without `close`, this object ends it all the same.
         self._stop = weakref.finalize(self, self._driver.stop)
@@ -260,8 +268,12 @@ def _put_all(items: list[tuple[_Request, Any]]) -> None:
 
 def _joined(first: OutputDelta, second: OutputDelta) -> OutputDelta:
     """Two deltas of a request as one."""
-    text, token_ids = first["text"] + second["text"], first["token_ids"] + second["token_ids"]
-    return OutputDelta({**second, "text": text, "token_ids": token_ids})
+    joined = OutputDelta({**first, **second})
+    joined["text"] = first["text"] + second["text"]
+    joined["token_ids"] = first["token_ids"] + second["token_ids"]
+    if "logprobs" in first:
+        joined["logprobs"] = first["logprobs"] + second["logprobs"]
+    return joined
 
 
 def _closed() -> RuntimeError:

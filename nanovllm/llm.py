@@ -2,13 +2,15 @@
 
 from array import array
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nanovllm.engine.chat import ChatRenderer, Conversation, check_conversations
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import Prompt
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import OutputDelta, RequestOutput, StepOutput
+from nanovllm.engine.outputs import OutputDelta, RequestOutput, ScoreOutput, StepOutput
+from nanovllm.engine.scoring import SCORING_PARAMS, check_pairs, encode_pairs, score_of
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.streaming import RequestStream
 from nanovllm.sampling_params import SamplingParams
@@ -56,7 +58,7 @@ class LLM(LLMEngine):
         Raises:
             TypeError, ValueError: like `generate`; a malformed conversation is named by its index and the message's.
         """
-        self._check_open()
+        self.check_open()
         renderer = ChatRenderer(
             self.tokenizer,
             tools=tools,
@@ -72,7 +74,37 @@ class LLM(LLMEngine):
             texts = renderer.render(part, first_index)
             return self.inputs.encode(texts, first_index, name="conversation", add_special_tokens=False)
 
-        return self._complete(PromptFeed(checked, params, encode), use_tqdm)
+        return self._complete(PromptFeed(checked, params, encode), use_tqdm, self.requests.make, self.texts.output_of)
+
+    def score(
+        self, prompts: str | Iterable[Prompt], continuations: str | Iterable[Prompt], *, use_tqdm: bool = True
+    ) -> list[ScoreOutput]:
+        """Log-probabilities of continuations, each given its prompt. Nothing is generated.
+
+        To compare several continuations of a prompt, pass it once with each, one after the other: KV blocks that pairs
+        have in common are computed once, and only the continuation's tokens are turned into logits.
+
+        A pair of strings is tokenised as evaluation harnesses do it: whitespace that ends the prompt belongs to the
+        continuation, and of the tokens of both together, the continuation's are those beyond the number of the
+        prompt's own.
+
+        Args:
+            prompts: strings or lists of token ids, each of at least one token (one that the tokenizer begins every
+                text with counts). A single string is a list of one.
+            continuations: one for each prompt, of the same kind, with at least one token.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One result a pair, in their order.
+
+        Raises:
+            TypeError, ValueError: as `generate`. A pair may have `max_model_len` + 1 tokens: its last is not computed.
+        """
+        self.check_open()
+        pairs = check_pairs(self.inputs, prompts, continuations)
+        params = self.inputs.process_params(SCORING_PARAMS, len(pairs))
+        feed = PromptFeed(pairs, params, partial(encode_pairs, self.inputs))
+        return self._complete(feed, use_tqdm, self.requests.make_scored, score_of)
 
     def default_sampling_params(self) -> SamplingParams:
         """The sampling settings that the model's authors recommend in its `generation_config.json`.
@@ -110,7 +142,7 @@ class LLM(LLMEngine):
             TypeError, ValueError: as `generate`, at the call.
             RuntimeError: while iterating: the engine was closed.
         """
-        self._check_open()
+        self.check_open()
         token_ids = self.inputs.process_prompts(prompts)
         params = self.inputs.process_params(sampling_params, len(token_ids))
         requests = zip(token_ids, params, strict=True)
@@ -119,7 +151,7 @@ class LLM(LLMEngine):
     def open_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
         """Queues one request for a caller who drives the engine: `step` computes, `take` of what is returned here gives
         what is new, and no step reports the request. Raises like `generate`, and for more than one sample."""
-        self._check_open()
+        self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (params,) = self.inputs.process_params(sampling_params, 1)
         if params.params.n != 1:
@@ -142,10 +174,10 @@ class LLM(LLMEngine):
             for seq in sequences:
                 self._enqueue(seq)
             while live:
-                self._check_open()
+                self.check_open()
                 self._step()
                 for stream in live:
-                    self._check_open()  # while a delta was out, anything may have happened
+                    self.check_open()  # while a delta was out, anything may have happened
                     if (delta := stream.take()) is not None:
                         yield delta
                 live = [stream for stream in live if not stream.is_over]
@@ -159,8 +191,10 @@ class LLM(LLMEngine):
         if self._abandoned:
             abandoned, self._abandoned = self._abandoned, []
             self._forget(abandoned)
-        self._is_stepping = True
+        if self._is_stepping:
+            raise RuntimeError("a step is running: an engine serves one thread, and not from inside its own steps")
         try:
+            self._is_stepping = True
             return super()._step()
         finally:
             self._is_stepping = False

@@ -1,9 +1,10 @@
 """What one request may ask for."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.constraint import Constraint, check_constraints, make_constraint
 from nanovllm.utils.checks import check_bool, check_int, check_number
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ MAX_BIAS = 100.0  # of a token, either way
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Checked on construction.
 
-    What changes the logits applies in this order: allowed_token_ids, logit_bias, bad_words; repetition_penalty, then
-    frequency_penalty and presence_penalty; logits_processor; min_tokens; temperature; top_k; top_p over the
-    renormalised survivors (the token that crosses the threshold stays); min_p. Log-probabilities are of the model's
-    own logits, before all of these.
+    What changes the logits applies in this order: the constraint, allowed_token_ids, logit_bias, bad_words;
+    repetition_penalty, then frequency_penalty and presence_penalty; logits_processor; min_tokens; temperature; top_k;
+    top_p over the renormalised survivors (the token that crosses the threshold stays); min_p. Log-probabilities are of
+    the model's own logits, before all of these.
 
     Attributes:
         temperature: divides the logits; 0 is greedy. Finite, at least 0.
@@ -74,6 +75,13 @@ class SamplingParams:
         allowed_token_ids: nothing else is sampled, end-of-sequence tokens included; None allows everything.
         logits_processor: a function `f(logits, rows)` that may change the logits [M, V] in place, or return others, of
             all M running requests that ask for that same function; `layers.logits.LogitsRows` says what `rows` has.
+            It must leave each row a finite logit: else some token comes, whatever the other params say.
+        json_schema: the output is JSON that this schema allows: a dict, or JSON text (which is what is kept).
+        regex: the output matches this regular expression as a whole.
+        choice: the output is one of these strings.
+        grammar: the output is a sentence of this context-free grammar, in Lark's syntax.
+            At most one of the four can be set, and neither bad_words nor allowed_token_ids with it. They need
+            `pip install nanovllm[structured]`.
     """
 
     temperature: float = 1.0
@@ -98,6 +106,10 @@ class SamplingParams:
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logits_processor: "LogitsProcessor | None" = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1)
@@ -110,9 +122,9 @@ class SamplingParams:
             "top_k": check_int("top_k", self.top_k, -1),
             "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
             "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
-            "stop": _strings("stop", self.stop),
+            "stop": _strings("stop", _given(self.stop)),
             "include_stop_str_in_output": check_bool("include_stop_str_in_output", self.include_stop_str_in_output),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "stop_token_ids": _token_ids("stop_token_ids", _given(self.stop_token_ids)),
             "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
             "n": check_int("n", self.n, 1),
             "logprobs": _optional_count("logprobs", self.logprobs),
@@ -120,15 +132,21 @@ class SamplingParams:
             "presence_penalty": check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
             "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
             "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True),
-            "logit_bias": _biases(self.logit_bias),
-            "bad_words": _bad_words(self.bad_words),
+            "logit_bias": _biases(_given(self.logit_bias)),
+            "bad_words": _bad_words(_given(self.bad_words)),
             "allowed_token_ids": _allowed_ids(self.allowed_token_ids),
+            **check_constraints(
+                json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar
+            ),
         }
         processor = self.logits_processor
-        if processor is not None and not (callable(processor) and isinstance(processor, Hashable)):
+        if processor is not None and not (callable(processor) and _is_hashable(processor)):
             raise TypeError(f"logits_processor must be a function that can be hashed, got {processor!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.constraint is not None and (self.bad_words or self.allowed_token_ids is not None):
+            name = "bad_words" if self.bad_words else "allowed_token_ids"
+            raise ValueError(f"{self.constraint.kind} and {name} exclude each other: together they can allow no token")
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n must be 1 for greedy sampling (temperature={self.temperature}), got {self.n}")
 
@@ -153,6 +171,11 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def constraint(self) -> Constraint | None:
+        """What the output must match, if anything."""
+        return make_constraint(json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar)
+
+    @property
     def has_filter(self) -> bool:
         """Whether top_k, top_p or min_p can drop a token. Greedy keeps the best token under any filter."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
@@ -173,7 +196,8 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether anything but min_tokens, temperature and filters does."""
         has_rule = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
-        return bool(has_rule) or self.has_penalty or self.logits_processor is not None
+        has_function = self.logits_processor is not None or self.constraint is not None
+        return bool(has_rule) or self.has_penalty or has_function
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -187,6 +211,19 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
         if not string:
             raise ValueError(f"{name} must not hold the empty string, which ends every text")
     return tuple(dict.fromkeys(strings))
+
+
+def _given(value: Any) -> Any:
+    """None, which other libraries take for nothing, as nothing."""
+    return () if value is None else value
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # a frozen dataclass with a list in it has __hash__, too
+        return False
+    return True
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:

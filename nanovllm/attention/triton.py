@@ -29,7 +29,7 @@ class TritonBackend(AttentionBackend):
         return reasons
 
     def prepare_decode(self, context: ForwardContext) -> Any:
-        from nanovllm.kernels.paged_decode import plan_decode
+        from nanovllm.kernels.decode_plan import plan_decode
 
         spec = self.spec
         lens = context.context_lens[: context.num_decode_seqs]

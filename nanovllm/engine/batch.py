@@ -193,7 +193,7 @@ def pack_sampling(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
     banned = [
         (row, token_id)
         for row, seq in enumerate(sequences)
-        if seq.num_output_tokens <= seq.params.min_tokens
+        if seq.num_output_tokens <= seq.params.min_tokens and seq.grammar is None  # whose masks see to that
         for token_id in seq.stop_ids
     ]
     banned_rows, banned_ids = np.array(banned, dtype=np.int32).reshape(-1, 2).T

@@ -4,8 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.engine.inputs import check_unicode
-from nanovllm.utils.checks import check_bool
+from nanovllm.utils.checks import check_bool, check_unicode
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -113,7 +112,7 @@ def _check_kwargs(kwargs: Any, render: Any) -> dict[str, Any]:
         return {}
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise TypeError(f"chat_template_kwargs must be a dict with names as keys, got {kwargs!r:.80}")
-    arguments = inspect.signature(render).parameters.keys() - {"documents"}
+    arguments = (inspect.signature(render).parameters.keys() | {"messages"}) - {"documents"}
     if clashes := sorted(arguments & kwargs.keys()):
         raise ValueError(f"chat_template_kwargs can't hold {clashes[0]!r}: it is no variable of a template")
     return dict(kwargs)

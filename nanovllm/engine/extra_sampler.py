@@ -30,14 +30,21 @@ class ExtraSampler:
         self.masks = torch.zeros(num_slots, -(-num_ids // 32), dtype=torch.int32, device=device)
 
     def sample(
-        self, logits: torch.Tensor, inputs: StepTensors, packed: PackedExtras, extras: ExtraTensors
+        self,
+        logits: torch.Tensor,
+        inputs: StepTensors,
+        packed: PackedExtras,
+        extras: ExtraTensors,
+        masks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draws the tokens [N] int64 of the logits [N, V], and scores those of `scored_rows` by the logits as they
-        came: [3, L, 1 + K] int32, see `score_tokens`."""
+        came: [3, L, 1 + K] int32, see `score_tokens`. `masks` are those of `constrained_rows`, see `apply_masks_`."""
         is_scored = len(extras.scored_rows) > 0
         edited = logits
         if packed.changes_logits:
             edited = logits.to(torch.float32, copy=is_scored)
+            if masks is not None:
+                edits.apply_masks_(edited[:, : self.num_ids], extras.constrained_rows, masks)
             self._edit(edited, inputs.sampled_slots, packed, extras)
         elif is_scored and len(inputs.filter_rows) + len(inputs.banned_ids):
             edited = logits.clone()  # sampling overwrites what it leaves out
@@ -71,7 +78,7 @@ class ExtraSampler:
         return max(edited + max(counts, rows_of_processors), prompt)
 
     def _edit(self, logits: torch.Tensor, slots: torch.Tensor, packed: PackedExtras, extras: ExtraTensors) -> None:
-        """Everything before temperature and min_tokens, in the order that `SamplingParams` states."""
+        """Everything between constraints and min_tokens, in the order that `SamplingParams` states."""
         if len(extras.mask_slots):
             self.masks[extras.mask_slots] = extras.masks
         if len(extras.fill_slots):

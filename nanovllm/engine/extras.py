@@ -29,6 +29,7 @@ class PackedExtras:
     Attributes:
         fill_slots, fill_columns, fill_ids: [F] each, entries of the table of histories [slot, position] to set.
         mask_slots, masks: [G] and [G, ceil(V / 32)], rows of the table of allowed tokens to set.
+        constrained_rows: [K], rows of N whose mask is only known when the step before has been read.
         allowed_rows: [A], rows of N that may sample only what the table of allowed tokens has for their slot.
         bias_rows, bias_ids, bias_values: [B] each, (row of N, token) and what is added to its logit. No pair twice.
         history_rows: [H], which of the N rows they are.
@@ -52,6 +53,7 @@ class PackedExtras:
     fill_ids: IntArray
     mask_slots: IntArray
     masks: IntArray
+    constrained_rows: IntArray
     allowed_rows: IntArray
     bias_rows: IntArray
     bias_ids: IntArray
@@ -77,7 +79,8 @@ class PackedExtras:
 
     @property
     def changes_logits(self) -> bool:
-        return len(self.allowed_rows) + len(self.bias_rows) + len(self.history_rows) > 0
+        rows = (self.constrained_rows, self.allowed_rows, self.bias_rows, self.history_rows)
+        return any(map(len, rows))
 
 
 def pack_extras(batch: ScheduledBatch, sampled: list[Sequence], query_starts: IntArray) -> PackedExtras | None:
@@ -105,6 +108,7 @@ def _pack_static(ruled: list[tuple[int, Sequence, TokenRules]]) -> dict[str, Any
     allowed = [(row, seq, rules.allowed_mask) for row, seq, rules in ruled if rules.allowed_mask is not None]
     new = [(seq.slot, mask) for _, seq, mask in allowed if _is_new_to_device(seq)]
     return {
+        "constrained_rows": _ints([row for row, _, rules in ruled if rules.is_constrained]),
         "allowed_rows": _ints([row for row, _, _ in allowed]),
         "mask_slots": _ints([slot for slot, _ in new]),
         "masks": np.stack([mask for _, mask in new]) if new else np.zeros((0, 0), dtype=np.int32),
@@ -168,7 +172,7 @@ def _pack_prompts(batch: ScheduledBatch, query_starts: IntArray) -> dict[str, An
     for seq, targets in batch.scored:
         row = row_of[seq.seq_id]
         prompt_rows.append(np.arange(targets.start, targets.stop) - 1 - batch.starts[row] + query_starts[row])
-        prompt_targets.append(np.array(seq.token_ids[targets.start : targets.stop]))
+        prompt_targets.append(np.array(seq.scored_ids(targets)))
         num_best = max(num_best, seq.params.prompt_logprobs or 0)
     return {
         "prompt_rows": _join(prompt_rows, np.int32),

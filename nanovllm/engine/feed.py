@@ -1,6 +1,5 @@
 """The prompts of one call, tokenised a chunk at a time ahead of the engine."""
 
-from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,13 +24,14 @@ class PromptFeed:
         self,
         prompts: list[Any],
         params: list[RequestParams],
-        encode: Callable[[list[Any], int], list["array[int]"]],
+        encode: Callable[[list[Any], int], list[Any]],
     ) -> None:
         """
         Args:
             prompts: checked prompts.
             params: of each prompt.
-            encode: token ids of a part of the prompts, given the index of the first of them.
+            encode: token ids of a part of the prompts, given the index of the first of them; or whatever a request is
+                made from.
         """
         self.num_prompts = len(prompts)
         self._prompts = list(prompts)  # those below `_num_encoded` are replaced by their token ids, then dropped
@@ -44,8 +44,8 @@ class PromptFeed:
     def can_take(self) -> bool:
         return self._num_taken < self._num_encoded
 
-    def take(self) -> tuple["array[int]", RequestParams]:
-        """Token ids and params of the next prompt; the caller has asked `can_take`."""
+    def take(self) -> tuple[Any, RequestParams]:
+        """Token ids (what `encode` gave) and params of the next prompt; the caller has asked `can_take`."""
         index = self._num_taken
         self._num_taken += 1
         token_ids, self._prompts[index] = self._prompts[index], None
@@ -64,9 +64,9 @@ class PromptFeed:
 
 
 def _cost(prompt: Any) -> int:
-    """What it takes to tokenise a string or a conversation, in characters; token ids take nothing."""
+    """What it takes to tokenise a string, some strings or a conversation, in characters; token ids take nothing."""
     if isinstance(prompt, str):
         return _TEXT_OVERHEAD + len(prompt)
     if isinstance(prompt, Mapping):  # a message
         return _cost(prompt.get("content") or "")
-    return 0 if isinstance(prompt, array) else sum(map(_cost, prompt))
+    return sum(map(_cost, prompt)) if isinstance(prompt, list | tuple) else 0

@@ -2,14 +2,17 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.grammar_compiler import Grammar, GrammarCompiler
 from nanovllm.engine.token_rules import TokenRules, check_token_is_left, compile_rules
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_unicode
 
 Prompt = str | Sequence[int]
 IdArray = npt.NDArray[np.integer[Any]]
@@ -18,11 +21,12 @@ IdArray = npt.NDArray[np.integer[Any]]
 @dataclass(frozen=True)
 class RequestParams:
     """A request's params, and what they mean to this engine: the tokens that end the request, less those that are never
-    sampled, and what changes its logits."""
+    sampled, what changes its logits, and the grammar of its constraint, which may still be on its way."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
     rules: TokenRules | None
+    grammar: "Future[Grammar] | None"
 
 
 class InputProcessor:
@@ -53,6 +57,7 @@ class InputProcessor:
         self.num_kv_tokens = num_kv_tokens
         self.num_sampled_ids = vocab_size if num_sampled_ids is None else num_sampled_ids
         self.eos_token_ids = eos_token_ids
+        self.grammars = GrammarCompiler(tokenizer, self.num_sampled_ids, eos_token_ids)
 
     def process_prompts(self, prompts: Any) -> list["array[int]"]:
         """Token ids of each prompt: `check_prompts` and `encode` in one go."""
@@ -94,7 +99,7 @@ class InputProcessor:
             ValueError: a string is empty, too long, or has ids outside the vocabulary, once it is tokenised.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self._tokenise(texts, add_special_tokens) if texts else ())
+        encoded = iter(self.tokenise(texts, add_special_tokens) if texts else ())
         return [
             self._check_ids(next(encoded), f"{name} {index}") if isinstance(prompt, str) else prompt
             for index, prompt in enumerate(prompts, first_index)
@@ -106,7 +111,9 @@ class InputProcessor:
         Raises:
             TypeError: something is not a SamplingParams.
             ValueError: the list's length is not the number of prompts, or params ask for what this model can't do: ids
-                outside the vocabulary, strings without a tokenizer, no token that may be sampled.
+                outside the vocabulary, strings without a tokenizer, no token that may be sampled, a constraint that is
+                wrong or not supported.
+            ImportError: a constraint needs the grammar library, which is not installed.
         """
         if sampling_params is None:
             sampling_params = SamplingParams()
@@ -140,7 +147,12 @@ class InputProcessor:
         stop_ids = frozenset(token_id for token_id in stop_ids if token_id < self.num_sampled_ids)
         rules = compile_rules(params, self.tokenizer, self.num_sampled_ids)
         check_token_is_left(params, rules, stop_ids, self.num_sampled_ids)
-        return RequestParams(params, stop_ids, rules)
+        grammar = self.grammars.compile(params.constraint) if params.constraint is not None else None
+        return RequestParams(params, stop_ids, rules, grammar)
+
+    def close(self) -> None:
+        """Drops what is still being compiled."""
+        self.grammars.close()
 
     def max_total_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""
@@ -154,14 +166,20 @@ class InputProcessor:
             self.encode([text], index)  # raises unless the tokenizer makes something of it
         return text
 
+    def check_ids(self, ids: Any, name: str) -> "array[int]":
+        """Token ids of the vocabulary, any number of them. Raises like `check_prompts`."""
+        checked = _as_array(ids, name)
+        self._check_range(checked, name)
+        return array("i", checked.astype(np.int32).tobytes())
+
     def _check_ids(self, prompt: Any, name: str) -> "array[int]":
         ids = _as_array(prompt, name)
         self._check_length(len(ids), name)
-        self._check_range(ids, name)
-        return array("i", ids.astype(np.int32).tobytes())
+        return self.check_ids(ids, name)
 
-    def _tokenise(self, texts: list[str], add_special_tokens: bool) -> list[IdArray]:
-        assert self.tokenizer is not None  # `check_prompts` has refused strings
+    def tokenise(self, texts: list[str], add_special_tokens: bool = True) -> list[IdArray]:
+        """Token ids of texts, not checked."""
+        assert self.tokenizer is not None  # strings are refused before
         encoded = self.tokenizer(
             texts,
             add_special_tokens=add_special_tokens,
@@ -195,15 +213,6 @@ class InputProcessor:
             )
         if num_tokens > self.num_kv_tokens:
             raise ValueError(f"{name}: has {num_tokens} tokens, but the whole KV cache holds {self.num_kv_tokens}")
-
-
-def check_unicode(text: str, name: str) -> None:
-    """Raises ValueError for what no tokenizer can encode."""
-    try:
-        if not text.isascii():
-            text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name}: is not valid Unicode, it holds a lone surrogate") from None
 
 
 def _as_array(prompt: Any, name: str) -> IdArray:

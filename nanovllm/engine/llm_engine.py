@@ -2,22 +2,24 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.entrance import Entrance
 from nanovllm.engine.feed import PromptFeed
-from nanovllm.engine.inputs import InputProcessor, Prompt
+from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
+from nanovllm.engine.launched_step import LaunchedStep, advance_matchers, constrained_sequences
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.models import resolve_architecture
 from nanovllm.sampling_params import SamplingParams
@@ -25,6 +27,7 @@ from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.context import clear_forward_context
 
 logger = logging.getLogger(__name__)
+Output = TypeVar("Output")
 
 # Longest time that `generate` turns results into text between two steps: about what the device needs for a step.
 _SECONDS_OF_OUTPUT_A_STEP = 0.005
@@ -67,6 +70,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
+        self.entrance = Entrance(self.scheduler)
         self.inputs = InputProcessor(
             self.tokenizer,
             vocab_size=spec.vocab_size,
@@ -82,7 +86,7 @@ class LLMEngine:
             seed=self.config.seed,
             salt_above=spec.max_position_embeddings if spec.rope.depends_on_length else None,
         )
-        self._in_flight: tuple[ScheduledBatch, StepHandle] | None = None
+        self._in_flight: LaunchedStep | None = None
         # Every request is in one of these, as its first sample, from its arrival until it is reported.
         self._unfinished: dict[int, Sequence] = {}
         self._ended: dict[int, Sequence] = {}
@@ -90,7 +94,7 @@ class LLMEngine:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its seq_id, which stands for all its samples. Raises like `generate`."""
-        self._check_open()
+        self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (params,) = self.inputs.process_params(sampling_params, 1)
         seq = self.requests.make(token_ids, params)
@@ -99,12 +103,13 @@ class LLMEngine:
 
     def abort(self, seq_id: int) -> bool:
         """Ends a request; the next `step` reports what it had. False if there is no such unfinished request."""
-        self._check_open()
+        self.check_open()
         request = self._unfinished.get(seq_id)
         if request is None:
             return False
-        self._abort_samples(request)
-        self._retire([request])
+        with self._nothing_half_done():
+            self.entrance.abort(request)
+            self._retire([request])
         return True
 
     @property
@@ -119,11 +124,16 @@ class LLMEngine:
         """Launches one step and returns the results of the step before.
 
         If the step fails, every request in the engine is aborted, the next call reports them, and the engine goes on.
-        If the text of a result can't be decoded, the results stay for the next call.
+        If the text of a result can't be decoded, that result is lost, and the others stay for the next call.
         """
-        self._check_open()
+        self.check_open()
         output = self._step()
-        output.finished = {seq_id: self.texts.output_of(seq) for seq_id, seq in self._ended.items()}
+        for seq_id, seq in self._ended.items():
+            try:
+                output.finished[seq_id] = self.texts.output_of(seq)
+            except Exception:
+                del self._ended[seq_id]  # it would fail again
+                raise
         self._ended.clear()
         return output
 
@@ -148,10 +158,11 @@ class LLMEngine:
                 shows only when a text is tokenised, such as its number of tokens, may be found after the first
                 steps of a large job; nothing of it is left in the engine then.
         """
-        self._check_open()
+        self.check_open()
         checked = self.inputs.check_prompts(prompts)
         params = self.inputs.process_params(sampling_params, len(checked))
-        return self._complete(PromptFeed(checked, params, self.inputs.encode), use_tqdm)
+        feed = PromptFeed(checked, params, self.inputs.encode)
+        return self._complete(feed, use_tqdm, self.requests.make, self.texts.output_of)
 
     def close(self) -> None:
         """Gives up everything the engine holds. Calling it again does nothing; asking for work raises."""
@@ -160,6 +171,7 @@ class LLMEngine:
         self._is_closed = True
         self._abort_all()
         self._ended.clear()
+        self.inputs.close()
         self.runner.close()
         del self.runner
 
@@ -173,53 +185,66 @@ class LLMEngine:
     ) -> None:
         self.close()
 
-    def _complete(self, feed: PromptFeed, use_tqdm: bool) -> list[RequestOutput]:
-        """The results of a feed's prompts, in their order."""
+    def _complete(
+        self,
+        feed: PromptFeed,
+        use_tqdm: bool,
+        make: Callable[[Any, RequestParams], Sequence],
+        output_of: Callable[[Sequence], Output],
+    ) -> list[Output]:
+        """The results of a feed's prompts, in their order. `make` makes a request of what the feed hands out, and
+        `output_of` a result of the request."""
         requests: dict[int, Sequence] = {}
-        outputs: dict[int, RequestOutput] = {}
+        outputs: dict[int, Output] = {}
         try:
             with ProgressBar(feed.num_prompts, enabled=use_tqdm) as progress:
                 while len(outputs) < feed.num_prompts:
                     feed.encode_chunk()
                     # No more than the step may start: what waits in the feed takes less memory.
                     while feed.can_take and len(self.scheduler.waiting) < self.scheduler.max_num_seqs:
-                        seq = self.requests.make(*feed.take())
+                        seq = make(*feed.take())
                         requests[seq.seq_id] = seq
                         self._enqueue(seq)
                     step = self._step()
-                    progress.update(step, self._collect(requests, outputs))
+                    progress.update(step, self._collect(requests, outputs, output_of))
         finally:
             self._forget(list(requests.values()))
         return [outputs[seq_id] for seq_id in requests]
 
-    def _collect(self, requests: dict[int, Sequence], outputs: dict[int, RequestOutput]) -> int:
+    def _collect(
+        self, requests: dict[int, Sequence], outputs: dict[int, Output], output_of: Callable[[Sequence], Output]
+    ) -> int:
         """Makes outputs of requests that ended, as many as there is time for, and counts them."""
         deadline = time.perf_counter() + _SECONDS_OF_OUTPUT_A_STEP
         num_before = len(outputs)
         for seq_id in requests.keys() & self._ended.keys():
-            outputs[seq_id] = self.texts.output_of(self._ended.pop(seq_id))
+            outputs[seq_id] = output_of(self._ended.pop(seq_id))
             if time.perf_counter() > deadline:
                 break
         return len(outputs) - num_before
 
     def _step(self) -> StepOutput:
-        try:
+        with self._nothing_half_done():
+            if self.entrance.num_held:
+                self._retire(self.entrance.open())
             batch = self.scheduler.schedule()
-            launched = None
-            if batch.sequences:
-                launched = batch, self.runner.run(pack(batch, self.block_manager.block_size))
+            launched = self._launch(batch) if batch.sequences else None
             previous, self._in_flight = self._in_flight, launched
             if launched is None and previous is None and self._unfinished:
-                raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+                if self.entrance.num_held < len(self._unfinished):
+                    raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+                self.entrance.wait()
             return self._read(previous, batch)
-        except BaseException:
-            # What was scheduled may never have been computed, and queues may be half changed: nothing is built on it.
-            self._abort_all()
-            if self.runner.is_lost:
-                self.close()
-            raise
 
-    def _read(self, previous: tuple[ScheduledBatch, StepHandle] | None, launched: ScheduledBatch) -> StepOutput:
+    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        packed = pack(batch, self.block_manager.block_size)
+        constrained = constrained_sequences(batch, packed)
+        if not constrained:
+            return LaunchedStep(batch, self.runner.run(packed), [])
+        handle = self.runner.run(packed, lambda: advance_matchers(self._in_flight, constrained))
+        return LaunchedStep(batch, handle, constrained)
+
+    def _read(self, previous: LaunchedStep | None, launched: ScheduledBatch) -> StepOutput:
         """Takes over the tokens of the previous step, and reports them with the counts of the launched one."""
         output = StepOutput(
             num_prefill_tokens=launched.num_prefill_tokens,
@@ -228,60 +253,67 @@ class LLMEngine:
             num_preemptions=launched.num_preemptions,
         )
         if previous is not None:
-            batch, handle = previous
-            token_ids = handle.read()
-            handle.record_logprobs(batch)
-            stop_strings = {}
-            for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
-                if seq.is_finished:
-                    continue
-                if not seq.is_streamed:
-                    output.new_token_ids[seq.seq_id] = [token_id]
-                if seq.text is not None and (found := seq.text.push(token_id)) is not None:
-                    stop_strings[seq.seq_id] = found
-            self._retire(self.scheduler.postprocess(batch, token_ids, stop_strings))
+            if previous.constrained:
+                advance_matchers(previous, [])  # unless the step launched now has done it
+                for seq in previous.failed_sequences():
+                    self.scheduler.finish(seq, "abort")
+                    self._retire([seq])
+            token_ids = previous.read()
+            previous.handle.record_logprobs(previous.batch)
+            stop_strings = previous.report_tokens(output)
+            self._retire(self.scheduler.postprocess(previous.batch, token_ids, stop_strings))
         output.num_used_blocks = self.block_manager.num_used_blocks
         output.num_free_blocks = self.block_manager.num_free_blocks
         return output
 
     def _enqueue(self, seq: Sequence) -> None:
-        self._unfinished[seq.seq_id] = seq
-        for sample in seq.samples:
-            self.scheduler.add(sample)
+        with self._nothing_half_done():
+            self._unfinished[seq.seq_id] = seq
+            self.entrance.add(seq)
+        if seq.is_finished:
+            self._retire([seq])
 
     def _retire(self, sequences: list[Sequence]) -> None:
         """Keeps the requests of finished sequences to be reported, if all their samples have finished; those that are
         streamed are watched by who streams them."""
         for seq in sequences:
             request = self._unfinished.get(seq.request_id)
-            if request is not None and all(sample.is_finished for sample in request.samples):
+            if request is not None and request.has_ended():
                 if not request.is_streamed:
                     self._ended[request.seq_id] = request
                 del self._unfinished[request.seq_id]
         self._drop_idle_step()
 
-    def _abort_samples(self, request: Sequence) -> None:
-        for sample in request.samples:
-            if self.scheduler.find(sample.seq_id):
-                self.scheduler.finish(sample, "abort")
-
     def _drop_idle_step(self) -> None:
         """Forgets the step in flight if its tokens concern nobody any more."""
-        if self._in_flight is not None and all(seq.is_finished for seq in self._in_flight[0].sequences):
+        if self._in_flight is not None and all(seq.is_finished for seq in self._in_flight.batch.sequences):
             self._in_flight = None
 
     def _forget(self, sequences: list[Sequence]) -> None:
         """Removes what is left of a call's sequences: nothing, unless it failed."""
-        for seq in sequences:
-            self._abort_samples(seq)
-            self._unfinished.pop(seq.seq_id, None)
-            self._ended.pop(seq.seq_id, None)
-        self._drop_idle_step()
+        with self._nothing_half_done():
+            for seq in sequences:
+                self.entrance.abort(seq)
+                self._unfinished.pop(seq.seq_id, None)
+                self._ended.pop(seq.seq_id, None)
+            self._drop_idle_step()
+
+    @contextmanager
+    def _nothing_half_done(self) -> Iterator[None]:
+        """What an exception, or Ctrl-C at any line, cuts off inside leaves queues and blocks in an unknown state: every
+        request is ended then, and nothing is built on it."""
+        try:
+            yield
+        except BaseException:
+            self._abort_all()
+            if not self._is_closed and self.runner.is_lost:
+                self.close()
+            raise
 
     def _abort_all(self) -> None:
         """Ends every request, whatever state it is in, and begins with empty queues, blocks and cache."""
         clear_forward_context()
-        self.scheduler.reset()
+        self.entrance.reset()
         self._in_flight = None
         sequences = [sample for seq in self._unfinished.values() for sample in seq.samples]
         for seq in sequences:
@@ -289,7 +321,8 @@ class LLMEngine:
                 seq.end("abort")
         self._retire(sequences)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises RuntimeError if the engine was closed."""
         if self._is_closed:
             raise RuntimeError("this engine is closed")
 

@@ -2,10 +2,13 @@
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nanovllm import kernels
@@ -18,7 +21,7 @@ from nanovllm.engine.extras import PackedExtras
 from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
 from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.step_handle import StepHandle
-from nanovllm.engine.step_tensors import StepTensors, upload, upload_extras, view_flat
+from nanovllm.engine.step_tensors import StepTensors, upload, upload_extras, upload_ints, view_flat
 from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.layers.sampler import sample
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Kept free beside what the warm-up measured: fragments of the allocator, and libraries' own workspaces.
 _MARGIN_BYTES = 256 << 20
+
+MakeMasks = Callable[[], npt.NDArray[np.int32]]
 
 
 class ModelRunner:
@@ -118,16 +123,21 @@ class ModelRunner:
         return False
 
     @torch.inference_mode()
-    def run(self, batch: PackedBatch) -> StepHandle:
-        """Launches the forward pass and the sampling of a batch."""
+    def run(self, batch: PackedBatch, make_masks: MakeMasks | None = None) -> StepHandle:
+        """Launches the forward pass and the sampling of a batch.
+
+        Args:
+            make_masks: makes the masks of the batch's constrained rows, if it has any. Called when everything up to the
+                logits is launched, so that it may wait for the step before while the device goes on.
+        """
         with self._current_device():
-            return self._launch(batch)
+            return self._launch(batch, make_masks)
 
     def _current_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched on the current device; another engine, or the caller, may have made another one that."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _launch(self, batch: PackedBatch) -> StepHandle:
+    def _launch(self, batch: PackedBatch, make_masks: MakeMasks | None) -> StepHandle:
         if self.graphs is not None and batch.is_pure_decode:
             hidden = self.graphs.replay_forward(batch)
             if batch.has_plain_sampling:
@@ -138,7 +148,7 @@ class ModelRunner:
             hidden = self._forward(inputs)
         if batch.extras is None:
             return StepHandle.send(self._sample(hidden, inputs))
-        return self._sample_with_extras(hidden, inputs, batch.extras)
+        return self._sample_with_extras(hidden, inputs, batch.extras, make_masks)
 
     def close(self) -> None:
         """Frees the device's memory at once, whoever still refers to the runner."""
@@ -155,7 +165,9 @@ class ModelRunner:
         if inputs.num_decode_seqs:
             decode_ids = token_ids[: inputs.num_decode_seqs]
             last = self.last_tokens[inputs.slots[: inputs.num_decode_seqs]].int()
-            token_ids = torch.cat((torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids), token_ids[len(last) :]))
+            decode_ids = torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids)
+            prefill_ids = token_ids[len(last) :]
+            token_ids = torch.cat((decode_ids, prefill_ids)) if len(prefill_ids) else decode_ids
         context = inputs.forward_context()
         context.decode_plan = self.decode_backend.prepare_decode(context)
         context.prefill_plan = self.prefill_backend.prepare_prefill(context)
@@ -180,13 +192,17 @@ class ModelRunner:
         self.parallel.from_first(tokens)
         self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
 
-    def _sample_with_extras(self, hidden: torch.Tensor, inputs: StepTensors, packed: PackedExtras) -> StepHandle:
+    def _sample_with_extras(
+        self, hidden: torch.Tensor, inputs: StepTensors, packed: PackedExtras, make_masks: MakeMasks | None
+    ) -> StepHandle:
         """The same for a step with extras, log-probabilities included."""
         extras = upload_extras(packed, self.device)
         prompt_scores = self.extra_sampler.score_prompts(hidden, self.model.compute_logits, packed, extras)
         if not len(inputs.sampled_slots):
             return StepHandle.send(self._sample(hidden, inputs), prompt_scores[:, :0], prompt_scores)
-        tokens, scores = self.extra_sampler.sample(self._logits(hidden, inputs), inputs, packed, extras)
+        logits = self._logits(hidden, inputs)
+        masks = None if make_masks is None else upload_ints(make_masks(), self.device)
+        tokens, scores = self.extra_sampler.sample(logits, inputs, packed, extras, masks)
         self._keep(tokens, inputs)
         return StepHandle.send(tokens, scores, prompt_scores)
 
@@ -274,7 +290,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         batch = self._largest_batch()
-        self._launch(batch)
+        self._launch(batch, None)
         activations = torch.cuda.max_memory_allocated(self.device) - before
         activations += self.extra_sampler.peak_bytes(len(batch.slots), self.model.spec.vocab_size, self.dtype.itemsize)
         graphs = 0

@@ -59,7 +59,28 @@ class RequestOutput(_Result, total=False):
     prompt_logprobs: list[TokenLogprobs | None]
 
 
-class OutputDelta(_Logprobs):
+class ScoreOutput(TypedDict):
+    """The log-probabilities of a continuation, given its prompt, by the model's own logits.
+
+    Keys:
+        logprob: that of the whole continuation: the sum over its tokens.
+        token_ids, token_logprobs: of each of its tokens.
+        is_greedy: whether every token is the most likely one at its position (of equally likely ones, the lowest id).
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    """
+
+    logprob: float
+    token_ids: list[int]
+    token_logprobs: list[float]
+    is_greedy: bool
+    num_cached_tokens: int
+
+
+class _DeltaLogprobs(_Logprobs, total=False):
+    prompt_logprobs: list[TokenLogprobs | None]
+
+
+class OutputDelta(_DeltaLogprobs):
     """What became known of a sample since its last delta. The deltas of a sample add up to its output.
 
     Keys:
@@ -69,6 +90,7 @@ class OutputDelta(_Logprobs):
         token_ids: new output tokens. Their text may come with a later delta.
         finish_reason, stop_reason: those of `SampleOutput` in the last delta; None before.
         logprobs: of the new tokens, as in `SampleOutput`.
+        prompt_logprobs: as in `RequestOutput`, in the first delta of sample 0.
     """
 
     index: int

@@ -7,6 +7,7 @@ import xxhash
 
 from nanovllm.engine.inputs import InputProcessor, RequestParams
 from nanovllm.engine.output_text import OutputTexts
+from nanovllm.engine.scoring import ScoredIds
 from nanovllm.engine.sequence import Sequence
 
 
@@ -29,8 +30,6 @@ class RequestFactory:
     def make(self, token_ids: "array[int]", prepared: RequestParams, *, is_streamed: bool = False) -> Sequence:
         """The first sample of a request, which holds the others."""
         params = prepared.params
-        # Equal prefixes of prompts of different length are different content then.
-        is_salted = self._salt_above is not None and len(token_ids) > self._salt_above
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         max_total_tokens = self._inputs.max_total_tokens(len(token_ids), params.max_tokens)
         request_id = self._next_seq_id
@@ -45,7 +44,8 @@ class RequestFactory:
                 max_total_tokens=max_total_tokens,
                 stop_ids=prepared.stop_ids,
                 rules=prepared.rules,
-                cache_salt=len(token_ids) if is_salted else 0,
+                grammar=prepared.grammar,
+                cache_salt=self._cache_salt(len(token_ids)),
                 text=self._texts.follow(token_ids, params, is_streamed=is_streamed),
                 is_streamed=is_streamed,
             )
@@ -53,6 +53,24 @@ class RequestFactory:
         )
         first.other_samples = others
         return first
+
+    def make_scored(self, pair: ScoredIds, prepared: RequestParams) -> Sequence:
+        """A request that only scores a continuation: the token that ends it is given, as the continuation's last."""
+        *token_ids, last = pair.token_ids
+        self._next_seq_id += 1
+        return Sequence(
+            self._next_seq_id - 1,
+            array("i", token_ids),
+            prepared.params,
+            max_total_tokens=len(pair.token_ids),
+            cache_salt=self._cache_salt(len(token_ids)),
+            first_scored=pair.num_prompt_tokens,
+            next_token_id=last,
+        )
+
+    def _cache_salt(self, num_tokens: int) -> int:
+        """Equal prefixes of prompts of different length are different content where the rotation depends on it."""
+        return num_tokens if self._salt_above is not None and num_tokens > self._salt_above else 0
 
 
 def sample_seed(seed: int, index: int) -> int:

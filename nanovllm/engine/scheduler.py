@@ -19,6 +19,7 @@ class ScheduledBatch:
     `starts[i]` tokens of sequence i were computed before, `num_query_tokens[i]` are computed now; the step
     samples a token for it iff `is_sampled[i]`, that is, iff nothing is left to compute after it. `scored` are the
     sequences that asked for their prompt's log-probabilities, with the positions of the prompt tokens whose turn it is.
+    `fully_scored` are those that want nothing else, and have all with this step: nothing is sampled for them.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -26,6 +27,7 @@ class ScheduledBatch:
     num_query_tokens: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     scored: list[tuple[Sequence, range]] = field(default_factory=list)
+    fully_scored: list[Sequence] = field(default_factory=list)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
@@ -36,7 +38,8 @@ class ScheduledBatch:
         return [seq for seq, sampled in zip(self.sequences, self.is_sampled, strict=True) if sampled]
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
-        """Schedules the sequence's next tokens, and one more to be sampled when those are its last."""
+        """Schedules the sequence's next tokens, and one more to be sampled when those are its last, unless it is only
+        scored."""
         self.sequences.append(seq)
         self.starts.append(seq.num_computed_tokens)
         self.num_query_tokens.append(num_tokens)
@@ -47,13 +50,16 @@ class ScheduledBatch:
             if seq.wants_prompt_scores:
                 self._score(seq, num_tokens)
         seq.num_computed_tokens += num_tokens
-        self.is_sampled.append(seq.num_computed_tokens == seq.num_tokens)
+        is_computed = seq.num_computed_tokens == seq.num_tokens
+        self.is_sampled.append(is_computed and not seq.is_only_scored)
         seq.num_in_flight += self.is_sampled[-1]
+        if is_computed and seq.is_only_scored:
+            self.fully_scored.append(seq)
 
     def _score(self, seq: Sequence, num_tokens: int) -> None:
         """Notes the prompt tokens whose log-probabilities follow from the next tokens to be computed: each token's
         logits are about the one after it. What a preempted sequence computes again is not scored again."""
-        end = min(seq.num_computed_tokens + num_tokens, seq.num_prompt_tokens - 1)
+        end = min(seq.num_computed_tokens + num_tokens, seq.last_scored)
         if end > seq.num_scored_tokens:
             self.scored.append((seq, range(seq.num_scored_tokens + 1, end + 1)))
             seq.num_scored_tokens = end
@@ -112,7 +118,7 @@ class Scheduler:
     def postprocess(
         self, batch: ScheduledBatch, token_ids: list[int], stop_strings: Mapping[int, str] | None = None
     ) -> list[Sequence]:
-        """Appends the tokens of a step to its sampled sequences; returns those that it finished.
+        """Appends the tokens of a step to its sampled sequences; returns those that it finished, the scored included.
 
         A sequence that ended meanwhile drops its token.
 
@@ -130,6 +136,8 @@ class Scheduler:
                 # Of a stop token that completes a stop string, the string counts: its text is to be cut.
                 seq.stop_reason = stop_strings.get(seq.seq_id, token_id)
                 self.finish(seq, "stop")
+            elif seq.is_complete:
+                self.finish(seq, "stop")
             elif len(seq.token_ids) >= seq.max_total_tokens:
                 self.finish(seq, "length")
             else:
@@ -137,6 +145,10 @@ class Scheduler:
                 continue
             self.estimator.observe(seq)
             finished.append(seq)
+        for seq in batch.fully_scored:
+            if not seq.is_finished:
+                self.finish(seq, "length")
+                finished.append(seq)
         return finished
 
     def finish(self, seq: Sequence, reason: str) -> None:

@@ -1,12 +1,18 @@
 """One sample of a request on its way through the engine: its tokens, its progress, and the KV blocks it holds."""
 
 from array import array
+from concurrent.futures import Future
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
+from nanovllm.engine.grammar_matcher import Matcher
 from nanovllm.engine.output_text import OutputText
 from nanovllm.engine.outputs import TokenLogprobs
 from nanovllm.engine.token_rules import TokenRules
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.grammar_compiler import Grammar
 
 
 class SequenceStatus(Enum):
@@ -16,8 +22,8 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """State of one sample of a request. The scheduler and the block manager own every field that changes, but `text`,
-    which is the engine's.
+    """State of one sample of a request. The scheduler and the block manager own every field that changes, but `text`
+    and `matcher`, which are the engine's.
 
     The samples of a request (`SamplingParams.n`) have consecutive seq_ids, and the first one's is the request's.
     To the scheduler they are sequences like any others; their first sample holds them together.
@@ -32,12 +38,16 @@ class Sequence:
         "block_table",
         "cache_salt",
         "finish_reason",
+        "grammar",
         "is_streamed",
         "last_content_id",
         "logprobs",
+        "matcher",
         "max_total_tokens",
+        "next_token_id",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_ended_samples",
         "num_in_flight",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -71,6 +81,9 @@ class Sequence:
         text: OutputText | None = None,
         is_streamed: bool = False,
         rules: TokenRules | None = None,
+        grammar: "Future[Grammar] | None" = None,
+        first_scored: int = 1,
+        next_token_id: int | None = None,
     ) -> None:
         """Makes a waiting sequence.
 
@@ -85,10 +98,15 @@ class Sequence:
             text: follows the output, where stop strings or a stream need that.
             is_streamed: whoever asked for it looks at the sequence itself: no step reports it.
             rules: what changes its logits, beside `params`' temperature, filters and min_tokens.
+            grammar: of the constraint that the output is under, as soon as it is compiled.
+            first_scored: position of the first token whose log-probability is wanted, if the prompt's are.
+            next_token_id: the token after the prompt, of a sequence that is only scored: this one is the last to be,
+                and nothing is sampled.
         """
         self.seq_id = seq_id
         self.request_id = seq_id if request_id is None else request_id
         self.other_samples: list[Sequence] = []  # of the same request; held by its first sample alone
+        self.num_ended_samples = 0  # leading ones of the other samples
         self.token_ids = array("i", prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
@@ -99,6 +117,9 @@ class Sequence:
         self.text = text
         self.is_streamed = is_streamed
         self.rules = rules
+        self.grammar = grammar
+        self.matcher: Matcher | None = None  # where the output stands in the grammar, once a token is to be sampled
+        self.next_token_id = next_token_id
 
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
@@ -106,9 +127,10 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.num_scored_tokens = 0  # prompt tokens after the first whose log-probabilities are computed or scheduled
+        self.num_scored_tokens = first_scored - 1  # log-probabilities up to this position are scheduled, or unwanted
         self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # likewise; nothing comes before the first token
+        # Likewise, from `first_scored` on; nothing comes before the first token of all.
+        self.prompt_logprobs: list[TokenLogprobs | None] = [] if self.is_only_scored else [None]
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")
@@ -121,6 +143,15 @@ class Sequence:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.num_in_flight = 0
+        self.matcher = None
+
+    def has_ended(self) -> bool:
+        """Whether all samples of the request have, whose first one this is."""
+        # Asked whenever one has: those found to have ended are not looked at again.
+        samples = self.other_samples
+        while self.num_ended_samples < len(samples) and samples[self.num_ended_samples].is_finished:
+            self.num_ended_samples += 1
+        return self.is_finished and self.num_ended_samples == len(samples)
 
     @property
     def samples(self) -> "list[Sequence]":
@@ -146,7 +177,17 @@ class Sequence:
     @property
     def can_stop_early(self) -> bool:
         """Whether anything but its length can end the sequence."""
-        return bool(self.stop_ids or self.params.stop)
+        return bool(self.stop_ids or self.params.stop or self.grammar is not None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its constraint, if it has one, is compiled, or has failed to."""
+        return self.grammar is None or self.grammar.done()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output matches the constraint as it is, and nothing may follow."""
+        return self.matcher is not None and self.matcher.is_terminated
 
     @property
     def is_decoding(self) -> bool:
@@ -159,9 +200,26 @@ class Sequence:
         return self.params.prompt_logprobs is not None and self.seq_id == self.request_id
 
     @property
+    def is_only_scored(self) -> bool:
+        """Nothing is sampled: the sequence ends when the log-probabilities that it wants are known."""
+        return self.next_token_id is not None
+
+    @property
+    def last_scored(self) -> int:
+        """Position of the last token whose log-probability is wanted, if any is."""
+        return self.num_prompt_tokens - 1 + self.is_only_scored
+
+    def scored_ids(self, positions: range) -> "array[int]":
+        """The tokens at positions up to `last_scored`."""
+        token_ids = self.token_ids[positions.start : positions.stop]
+        if self.next_token_id is not None and positions.stop > self.num_prompt_tokens:
+            token_ids.append(self.next_token_id)
+        return token_ids
+
+    @property
     def num_reusable_tokens(self) -> int:
         """Leading tokens whose KV may come from the prefix cache: the logits after the others are wanted."""
-        if self.wants_prompt_scores and self.num_scored_tokens < self.num_prompt_tokens - 1:
+        if self.wants_prompt_scores and self.num_scored_tokens < self.last_scored:
             return self.num_scored_tokens
         return len(self.token_ids) - 1
 

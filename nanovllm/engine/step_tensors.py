@@ -62,6 +62,7 @@ class ExtraTensors:
     fill_ids: torch.Tensor
     mask_slots: torch.Tensor
     masks: torch.Tensor
+    constrained_rows: torch.Tensor
     allowed_rows: torch.Tensor
     bias_rows: torch.Tensor
     bias_ids: torch.Tensor
@@ -115,12 +116,12 @@ def view_flat(flat: torch.Tensor, batch: PackedBatch, **changes: Any) -> StepTen
 
 def upload(batch: PackedBatch, device: torch.device) -> torch.Tensor:
     """The flattened batch on the device. The copy is only enqueued: pinned memory is not reused before it is done."""
-    return _upload(flatten(batch), device)
+    return upload_ints(flatten(batch), device)
 
 
 def upload_extras(extras: PackedExtras, device: torch.device) -> ExtraTensors:
     """The extras on the device; the copy is only enqueued."""
-    flat = _upload(_flatten(extras, _EXTRA_NAMES), device)
+    flat = upload_ints(_flatten(extras, _EXTRA_NAMES), device)
     return ExtraTensors(**_view_flat(flat, extras, _EXTRA_NAMES))
 
 
@@ -135,9 +136,10 @@ def _view_flat(flat: torch.Tensor, packed: PackedBatch | PackedExtras, names: li
     return tensors
 
 
-def _upload(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    flat = torch.from_numpy(array)
-    return flat if device.type == "cpu" else flat.pin_memory().to(device, non_blocking=True)
+def upload_ints(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """An array on the device; the copy is only enqueued."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _padded(size: int) -> int:

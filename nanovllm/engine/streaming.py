@@ -13,6 +13,7 @@ class RequestStream:
         self.is_over = False  # the last delta was taken
         self._texts = texts
         self._index, self._sample = index, sample
+        self._has_begun = False
         self._num_tokens = 0  # taken
         self._num_chars = 0
 
@@ -36,6 +37,9 @@ class RequestStream:
         )
         if seq.params.logprobs is not None:
             delta["logprobs"] = seq.logprobs[self._num_tokens : self._num_tokens + len(token_ids)]
+        if seq.wants_prompt_scores and not self._has_begun:
+            delta["prompt_logprobs"] = seq.prompt_logprobs
+        self._has_begun = True
         self._num_tokens += len(token_ids)
         self._num_chars += len(text)
         self.is_over = seq.is_finished

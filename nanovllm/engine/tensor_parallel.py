@@ -119,7 +119,7 @@ class TensorParallelRunner(ModelRunner):
         of them was the cause."""
         if isinstance(error, ExchangeError):
             raise self._lose() from error
-        if self._num_awaited is None:
+        if self._num_awaited is None or self.is_lost:
             self._workers.kill()
         elif self._num_awaited:
             with self._current_device():

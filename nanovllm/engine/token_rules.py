@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
+from nanovllm.utils.checks import check_unicode
 
 # Beyond these a float32 logit times or over the penalty would not be a finite number.
 _PENALTY_RANGE = (1e-30, 1e30)
@@ -25,6 +26,7 @@ class TokenRules:
         processor: the user's own function.
         allowed_ids: the tokens of `allowed_mask`.
         banned_ids: tokens that biases or words can ban, if only for some time.
+        is_constrained: whether the output is under a constraint, whose masks come with each step.
     """
 
     bias_ids: npt.NDArray[np.int32]
@@ -38,6 +40,7 @@ class TokenRules:
     processor: LogitsProcessor | None
     allowed_ids: frozenset[int] | None
     banned_ids: frozenset[int]
+    is_constrained: bool
 
     @property
     def has_penalty(self) -> bool:
@@ -77,6 +80,7 @@ def compile_rules(params: SamplingParams, tokenizer: Any | None, num_ids: int) -
         processor=params.logits_processor,
         allowed_ids=allowed_ids,
         banned_ids=frozenset(word[-1] for word in words),
+        is_constrained=params.constraint is not None,
     )
 
 
@@ -104,7 +108,7 @@ def _pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _word_ids(params: SamplingParams, tokenizer: Any | None) -> list[tuple[int, ...]]:
-    """Token ids of each bad word, a string's in its two forms. Those that end with another one are left out."""
+    """Token ids of each bad word, a string's in its forms. Those that end with another one are left out."""
     words: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         if not isinstance(word, str):
@@ -112,13 +116,22 @@ def _word_ids(params: SamplingParams, tokenizer: Any | None) -> list[tuple[int, 
             continue
         if tokenizer is None:
             raise ValueError(f"bad_words: this model has no tokenizer, so {word!r} must be given as token ids")
+        check_unicode(word, "bad_words")
         stripped = word.lstrip(" ")
         for form in (stripped, " " + stripped) if stripped else (word,):
-            token_ids = tuple(tokenizer(form, add_special_tokens=False)["input_ids"])
+            token_ids = _encode(tokenizer, form)
             if not token_ids:
                 raise ValueError(f"bad_words: the tokenizer has no token for {form!r}")
             words[token_ids] = None
+            # Some tokenizers begin every text with a space: the word's tokens in the middle of a text are others.
+            before, both = _encode(tokenizer, "("), _encode(tokenizer, "(" + form)
+            if before and both[: len(before)] == before and len(both) > len(before):
+                words[both[len(before) :]] = None
     return [word for word in words if not any(word[start:] in words for start in range(1, len(word)))]
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _bit_mask(token_ids: frozenset[int], num_ids: int) -> npt.NDArray[np.int32]:

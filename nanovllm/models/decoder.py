@@ -156,13 +156,15 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rope_lens: torch.Tensor | None) -> torch.Tensor:
         rotation = self.rotary(positions, rope_lens)
-        # The residual stream takes each block's output together with the norm that comes next: one kernel on a GPU.
         residual = self.embed_tokens(token_ids)
-        output = torch.zeros_like(residual)
-        for layer in self.layers:
-            output = layer.self_attn(layer.input_layernorm.add_and_normalize(output, residual), rotation)
+        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        hidden: torch.Tensor = norms[0](residual)
+        # The residual stream takes each block's output together with the norm that comes next: one kernel on a GPU.
+        for layer, next_norm in zip(self.layers, norms[1:], strict=True):
+            output = layer.self_attn(hidden, rotation)
             output = layer.mlp(layer.post_attention_layernorm.add_and_normalize(output, residual))
-        return self.norm.add_and_normalize(output, residual)
+            hidden = next_norm.add_and_normalize(output, residual)
+        return hidden
 
 
 class DecoderForCausalLM(nn.Module):

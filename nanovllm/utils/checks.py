@@ -33,3 +33,12 @@ def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}")
     return value
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raises ValueError for what no tokenizer can encode."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: is not valid Unicode, it holds a lone surrogate") from None

@@ -183,3 +183,30 @@ def test_slow_consumer(make_async_llm: Any, monkeypatch: pytest.MonkeyPatch) -> 
             assert rest[-1]["finish_reason"] == "length"
 
     run(main())
+
+
+def test_joined_deltas_keep_logprobs(make_async_llm: Any) -> None:
+    """Guards against deltas that become one for a slow reader, with the log-probabilities of the last one alone."""
+
+    async def main() -> None:
+        async with make_async_llm() as engine:
+            token_ids, logprobs, prompts = [], [], []
+            async for delta in engine.stream(PROMPTS[0], replace(LONG, max_tokens=60, logprobs=1, prompt_logprobs=1)):
+                token_ids += delta["token_ids"]
+                logprobs += delta["logprobs"]
+                prompts.append(delta.get("prompt_logprobs"))
+                await asyncio.sleep(0.005)
+            assert len(token_ids) == 60 and len(prompts) < 60, "no deltas were joined"
+            assert [next(iter(entry)) for entry in logprobs] == token_ids
+            assert prompts[0] is not None and not any(prompts[1:])
+
+    run(main())
+
+
+def test_takes_an_open_llm_only(byte_llama: Path, make_llm: Any) -> None:
+    with pytest.raises(TypeError, match="AsyncLLM takes an LLM"):
+        AsyncLLM(str(byte_llama))  # type: ignore[arg-type]
+    llm = make_llm(byte_llama)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        AsyncLLM(llm)

@@ -469,6 +469,42 @@ def test_detokenizer_that_fails_once(byte_llama: Path, make_llm: Any, monkeypatc
         assert tokens_of([finished[seq_id] for seq_id in seq_ids]) == expected
 
 
+def test_text_that_cannot_be_decoded(byte_llama: Path, make_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a result that fails every later step, and so keeps everybody's: it is lost alone."""
+    llm = make_llm(byte_llama)
+    original = output_text.decode_output
+
+    def decode(tokenizer: Any, prompt_ids: Any, *args: Any) -> str:
+        if 7 in prompt_ids:
+            raise Failure
+        return original(tokenizer, prompt_ids, *args)
+
+    monkeypatch.setattr(output_text, "decode_output", decode)
+    _, other = llm.add_request([7], GREEDY), llm.add_request([8], GREEDY)
+    with pytest.raises(Failure):
+        finish(llm)
+    assert set(finish(llm)) == {other}
+
+
+@pytest.mark.parametrize("name", ["add", "finish"])
+def test_interrupted_add_and_abort(byte_llama: Path, make_llm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Guards against requests that are half in the engine after a Ctrl-C: nothing would ever end them."""
+    llm = make_llm(byte_llama)
+    seq_id = llm.add_request([5], GREEDY)
+    llm.step()
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.scheduler, name, interrupt)
+        llm.add_request([1, 2], GREEDY) if name == "add" else llm.abort(seq_id)
+    other = llm.add_request([3, 4], GREEDY)
+    finished = finish(llm)
+    assert len(finished[other]["token_ids"]) == GREEDY.max_tokens
+    assert llm.is_finished() and llm.block_manager.num_used_blocks == 0
+
+
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
 def test_failed_generate_spares_other_requests(
     llm: LLM, prompts: list[list[int]], expected: list[list[int]], fail: Any, error: type[BaseException]

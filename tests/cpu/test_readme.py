@@ -44,12 +44,21 @@ def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) >= len(names["prompts"])
 
 
+def test_constrained_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_random_model(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    with nanovllm.LLM(str(tmp_path), num_kvcache_blocks=16, device="cpu") as llm:
+        exec(code_blocks("py")[0], {**vars(nanovllm), "llm": llm})
+    json_text, answer = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert json_text.startswith("{") and answer in ("yes", "no")
+
+
 def test_streaming_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plain one, then that for asyncio, with another model in the place of its path."""
     save_random_model(tmp_path)
     save_byte_tokenizer(tmp_path)
     model = f'LLM("{tmp_path}", num_kvcache_blocks=8, device="cpu")'
-    plain, coroutine = code_blocks("py")
+    plain, coroutine = code_blocks("py")[-2:]
     names: dict[str, Any] = {"params": SamplingParams(max_tokens=5), **vars(nanovllm)}
     exec(f"with {model} as llm:\n" + textwrap.indent(plain, "    "), names)
     assert capsys.readouterr().out
@@ -57,6 +66,12 @@ def test_streaming_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     asyncio.run(eval(code, names))
     assert names["output"]["token_ids"]
     assert capsys.readouterr().out
+
+
+def test_scoring_example(byte_llama: Path, make_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = code_blocks("python3")
+    exec(example, {"llm": make_llm(byte_llama)})
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.parametrize("settings", [Config, SamplingParams])

@@ -1,6 +1,7 @@
 """Several samples of one prompt: they share its KV, differ, repeat under a seed, and are one request to the caller."""
 
 import random
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -300,3 +301,16 @@ def test_logprobs_of_samples(llm: LLM, prompts: list[list[int]]) -> None:
     assert [list(map(list, entries)) for entries in streamed.values()] == [
         list(map(list, sample["logprobs"])) for sample in output["samples"]
     ]
+
+
+def test_ends_are_counted_once(llm: LLM, prompts: list[list[int]]) -> None:
+    """Guards against looking at all samples whenever one of them ends: a thousand of them took seconds."""
+    (prepared,) = llm.inputs.process_params(replace(PARAMS, n=4), 1)
+    request = llm.requests.make(array("i", prompts[0]), prepared)
+    seen = []
+    for sample in (*request.other_samples[1:], request, request.other_samples[0]):
+        assert not request.has_ended()
+        sample.end("length")
+        seen.append(request.num_ended_samples)
+    assert request.has_ended()
+    assert seen == [0, 0, 0, 0] and request.num_ended_samples == 3

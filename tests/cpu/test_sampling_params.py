@@ -2,12 +2,15 @@
 
 import dataclasses
 import fractions
+import json
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.constraint import Constraint
 from nanovllm.sampling_params import GREEDY_TEMPERATURE
 
 NAN, INF = float("nan"), float("inf")
@@ -49,6 +52,10 @@ def test_defaults() -> None:
         "bad_words": [(), [], ["a b", [5]], [(5, 7)], [np.array([5])], iter(["x"])],
         "allowed_token_ids": [None, [0], {5, 7}, np.array([5]), range(3)],
         "logits_processor": [None, lambda logits, rows: None, max],
+        "json_schema": [None, {}, {"type": "object"}, '{"type": "object"}', "true"],
+        "regex": [None, "a+", "é"],
+        "choice": [None, ["a"], ("a", "b"), {"a": 1}.keys(), iter(["a"]), ["a", "a"]],
+        "grammar": [None, 'start: "a"'],
     }.items(),
 )
 def test_accepted(name: str, values: list[Any]) -> None:
@@ -77,6 +84,10 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "logit_bias": [{-1: 1.0}, {5: 100.5}, {5: -101}, {5: NAN}, {5: -INF}],
         "bad_words": [[""], [[]], ["a", ""], [[5, -1]]],
         "allowed_token_ids": [[], [-1], [5, -7]],
+        "json_schema": ["", "{", "[1]", "1", '{"a": NaN}', {"a": NAN}, "\ud800", '{"a": ' * 100_000],
+        "regex": ["", "\ud800"],
+        "choice": [[], [""], ["a", ""], ["\udfff"]],
+        "grammar": ["", "\ud800"],
     }.items(),
 )
 def test_out_of_range(name: str, values: list[Any]) -> None:
@@ -96,9 +107,9 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "top_k": [True, 5.0, "5", None],
         "min_p": [False, "0", None],
         "seed": [True, 1.0, "1", [1]],
-        "stop": [5, None, b"a", [5], ["a", None], [["a"]], [b"a"]],
+        "stop": [5, b"a", [5], ["a", None], [["a"]], [b"a"]],
         "include_stop_str_in_output": [0, 1, None, "yes"],
-        "stop_token_ids": [5, "5", b"5", None, [5.0], ["5"], [True], [None], [[5]]],
+        "stop_token_ids": [5, "5", b"5", [5.0], ["5"], [True], [None], [[5]]],
         "min_tokens": [False, 0.0, "0", None],
         "skip_special_tokens": [0, 1, None, "no"],
         "n": [True, 2.0, "2", None],
@@ -107,10 +118,14 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "presence_penalty": [True, "1", None],
         "frequency_penalty": [True, "1", None],
         "repetition_penalty": [True, "1", None],
-        "logit_bias": [5, "5", None, {"5": 1.0}, {5.0: 1.0}, {5: "1"}, {5: None}, [5], [(5, 1.0, 2)]],
-        "bad_words": ["word", b"word", 5, None, [5], [None], [[5.0]], [["a"]]],
+        "logit_bias": [5, "5", {"5": 1.0}, {5.0: 1.0}, {5: "1"}, {5: None}, [5], [(5, 1.0, 2)]],
+        "bad_words": ["word", b"word", 5, [5], [None], [[5.0]], [["a"]]],
         "allowed_token_ids": [5, "5", [5.0], ["5"], [True], [[5]]],
         "logits_processor": ["name", 5, [max]],
+        "json_schema": [True, 1, [1], b"{}", {"a": object()}, {(1, 2): 3}],
+        "regex": [1, b"a", ["a"], re.compile("a")],
+        "choice": ["ab", b"ab", 1, {"a": 1}, [1], ["a", None], [["a"]]],
+        "grammar": [1, b"a", ["a"]],
     }.items(),
 )
 def test_wrong_type(name: str, values: list[Any]) -> None:
@@ -207,8 +222,45 @@ def test_unhashable_processor() -> None:
 
         def __call__(self, logits: Any, rows: Any) -> None: ...
 
-    with pytest.raises(TypeError, match="hashed"):
-        SamplingParams(logits_processor=Unhashable())
+    @dataclasses.dataclass(frozen=True)
+    class HoldsAList:
+        """Its type can be hashed; it can't."""
+
+        token_ids: list[int]
+
+        def __call__(self, logits: Any, rows: Any) -> None: ...
+
+    for processor in (Unhashable(), HoldsAList([1])):
+        with pytest.raises(TypeError, match="hashed"):
+            SamplingParams(logits_processor=processor)
+
+
+def test_none_is_nothing() -> None:
+    """As it is for the users of other libraries."""
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, bad_words=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()
+
+
+def test_at_most_one_constraint() -> None:
+    with pytest.raises(ValueError, match="one constraint, got json_schema and regex"):
+        SamplingParams(json_schema={}, regex="a")
+    assert SamplingParams().constraint is None
+
+
+def test_constraints_are_kept_as_text() -> None:
+    """So params can be hashed, equal schemas are equal constraints, and a dict changed later changes nothing."""
+    schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
+    params = SamplingParams(json_schema=schema)
+    assert hash(params) == hash(SamplingParams(json_schema=json.dumps(schema, indent=2)))
+    assert params.constraint == SamplingParams(json_schema=json.dumps(schema, indent=2)).constraint
+    schema.clear()
+    assert json.loads(params.json_schema)["type"] == "object"  # type: ignore[arg-type]
+    assert params.json_schema.index('"b"') < params.json_schema.index('"a"')  # type: ignore[union-attr]
+    assert dataclasses.replace(params, seed=1).constraint == params.constraint
+    choice = SamplingParams(choice=["b", "a", "b"])  # type: ignore[arg-type]
+    assert choice.choice == ("b", "a") and choice.constraint == Constraint("choice", '["b", "a"]')
+    assert dataclasses.replace(choice, seed=1).constraint == choice.constraint
+    assert SamplingParams(regex="a").constraint != SamplingParams(grammar="a").constraint
 
 
 def test_numpy_integers_behave_as_python_ones() -> None:

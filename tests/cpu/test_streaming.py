@@ -288,3 +288,24 @@ def test_no_cost_without(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLMEngine, "_enqueue", lambda self, seq: (seen.append(seq), enqueue(self, seq))[1])
     llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [seq.text for seq in seen] == [None] * len(PROMPTS)
+
+
+def test_prompt_logprobs_come_first(llm: LLM) -> None:
+    params = replace(PARAMS, prompt_logprobs=1, max_tokens=4)
+    (output,) = llm.generate(["hello"], params, use_tqdm=False)
+    first, *others = llm.stream(["hello"], params)
+    assert [entry and list(entry) for entry in first["prompt_logprobs"]] == [
+        entry and list(entry) for entry in output["prompt_logprobs"]
+    ]
+    assert not any("prompt_logprobs" in delta for delta in others)
+
+
+def test_step_within_a_step(llm: LLM) -> None:
+    """Guards against wrong tokens, for everybody, when a logits processor (or another thread) uses the engine."""
+
+    def nested(logits: torch.Tensor, rows: Any) -> None:
+        llm.generate([[5]], GREEDY, use_tqdm=False)
+
+    with pytest.raises(RuntimeError, match="a step is running"):
+        llm.generate([[1, 2]], replace(PARAMS, logits_processor=nested), use_tqdm=False)
+    assert len(llm.generate([[1, 2]], PARAMS, use_tqdm=False)[0]["token_ids"]) == PARAMS.max_tokens

@@ -167,3 +167,25 @@ def test_ids_that_are_never_sampled(byte_llama: Path, make_llm: Any) -> None:
     )
     (output,) = llm.generate([[310, 319, 5]], params, use_tqdm=False)
     assert output["token_ids"] == [7] * 6
+
+
+def test_tokenizer_that_begins_texts_with_a_space() -> None:
+    """Guards against words that are banned at the beginning of a text alone, where such a tokenizer puts a space."""
+    pieces = {"_cat": 1, "cat": 2, "\n": 3, "_": 4, "_(": 5}
+
+    def tokenize(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        text, ids = "_" + text.replace(" ", "_"), []
+        while text:
+            piece = max((piece for piece in pieces if text.startswith(piece)), key=len)
+            ids.append(pieces[piece])
+            text = text[len(piece) :]
+        return {"input_ids": ids}
+
+    rules = compile_rules(SamplingParams(bad_words=["cat", "\n"]), tokenize, 20)
+    assert rules is not None
+    assert {1, 2, 3} <= set(rules.bias_ids.tolist())
+
+
+def test_surrogates_are_refused_by_name(counting: LLM) -> None:
+    with pytest.raises(ValueError, match=r"sampling params 0: bad_words: .*surrogate"):
+        counting.generate([[1]], replace(GREEDY, bad_words=["\ud800"]), use_tqdm=False)

@@ -39,7 +39,7 @@ def llm(shared_llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch) -> I
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     """What happens in order: the number of texts of each call of the tokenizer, and "step"."""
     records: list[str | int] = []
-    tokenise, step = llm_engine.InputProcessor._tokenise, LLMEngine._step
+    tokenise, step = llm_engine.InputProcessor.tokenise, LLMEngine._step
 
     def recorded_tokenise(self: Any, texts: list[str], add_special_tokens: bool) -> Any:
         records.append(len(texts))
@@ -49,7 +49,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
         records.append("step")
         return step(self)
 
-    monkeypatch.setattr(llm_engine.InputProcessor, "_tokenise", recorded_tokenise)
+    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", recorded_tokenise)
     monkeypatch.setattr(LLMEngine, "_step", recorded_step)
     return records
 
@@ -173,7 +173,7 @@ def test_tokenizer_that_fails(
     llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     """In the third chunk, after two steps."""
-    original = llm_engine.InputProcessor._tokenise
+    original = llm_engine.InputProcessor.tokenise
     num_calls = 0
 
     def tokenise(*args: Any) -> Any:
@@ -183,7 +183,7 @@ def test_tokenizer_that_fails(
             raise error
         return original(*args)
 
-    monkeypatch.setattr(llm_engine.InputProcessor, "_tokenise", tokenise)
+    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", tokenise)
     with pytest.raises(error):
         llm.generate(texts_of(45), GREEDY, use_tqdm=False)
     assert_idle(llm)
@@ -198,13 +198,13 @@ def test_bar_comes_before_the_tokeniser(
 ) -> None:
     """Guards against a user who sees nothing while the first texts are tokenised."""
     shown = []
-    original = llm_engine.InputProcessor._tokenise
+    original = llm_engine.InputProcessor.tokenise
 
     def tokenise(*args: Any) -> Any:
         shown.append(capsys.readouterr().err)
         return original(*args)
 
-    monkeypatch.setattr(llm_engine.InputProcessor, "_tokenise", tokenise)
+    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", tokenise)
     llm.generate(texts_of(12), GREEDY)
     assert "0/12" in shown[0]
     assert "12/12" in capsys.readouterr().err

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from nanovllm.kernels import paged_decode
-from nanovllm.kernels.paged_decode import paged_decode_attention, plan_decode
+from nanovllm.kernels import decode_plan
+from nanovllm.kernels.decode_plan import plan_decode
+from nanovllm.kernels.paged_decode import paged_decode_attention
 from tests.kernels.reference import PagedCache, assert_as_exact_as_torch, attention, make_paged_cache
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,7 +39,7 @@ def check(out: torch.Tensor, q: torch.Tensor, cache: PagedCache, scale: float) -
 
 def use_multiprocessors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Three times as many programs: with few of them, a share holds several sequences."""
-    monkeypatch.setattr(paged_decode, "num_multiprocessors", lambda device: number)
+    monkeypatch.setattr(decode_plan, "num_multiprocessors", lambda device: number)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])
