@@ -60,7 +60,7 @@ class TensorParallelRunner(ModelRunner):
             self._memory.close_file()
         try:
             self._workers.hear()
-            store = make_store()
+            self._store = store = make_store()  # NCCL looks into it for as long as its group lives
             setup = WorkerSetup(config, checkpoint.location, max_model_len, num_sampled_ids, limits, store.port)
             self._workers.tell(setup)
             group = connect(device.type, store.port, 0, size, STEP_TIMEOUT_SECONDS)
@@ -119,7 +119,7 @@ class TensorParallelRunner(ModelRunner):
         of them was the cause."""
         if isinstance(error, ExchangeError):
             raise self._lose() from error
-        if self._num_awaited is None:
+        if self._num_awaited is None or self.is_lost:
             self._workers.kill()
         elif self._num_awaited:
             with self._current_device():
