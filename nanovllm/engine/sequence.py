@@ -22,8 +22,8 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """State of one sample of a request. The scheduler and the block manager own every field that changes, but `text`
-    and `matcher`, which are the engine's.
+    """State of one sample of a request. The scheduler and the block manager own every field that changes, but `text`,
+    `matcher`, `logprobs`, `prompt_logprobs` and `num_ended_samples`, which are the engine's.
 
     The samples of a request (`SamplingParams.n`) have consecutive seq_ids, and the first one's is the request's.
     To the scheduler they are sequences like any others; their first sample holds them together.
