@@ -1,8 +1,8 @@
 """Triton kernels: each module is one fused step of a layer or of sampling, with a plain Python launcher.
 
 Nothing is imported here, so that `import nanovllm.kernels` needs neither triton nor a GPU; import the module you
-use. Every launcher takes torch tensors, picks its grid from what the host knows (never from values on the device, so all
-of them can be captured in a CUDA graph), and allocates its result with `torch.empty` unless given `out`. Under
+use. Every launcher takes torch tensors, picks its grid from what the host knows (never from values on the device, so
+that all of them can be captured in a CUDA graph), and allocates its result with `torch.empty` unless given `out`. Under
 `TRITON_INTERPRET=1` the same code runs on CPU tensors, slowly; that is how the tests check it without a GPU.
 """
 
