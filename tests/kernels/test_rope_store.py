@@ -16,7 +16,8 @@ CASES = [  # (query heads, KV heads, head_dim, dtype)
 @pytest.mark.parametrize(("norm_q", "norm_k"), [(False, False), (True, True), (True, False)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "dtype"), CASES)
 def test_against_separate_steps(num_heads, num_kv_heads, head_dim, dtype, norm_q, norm_k, device, generator):
-    num_tokens, block_size, max_positions = 5, 16, 50
+    # enough tokens that plain torch's largest error is no matter of luck
+    num_tokens, block_size, max_positions = 33, 16, 50
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width + 32, generator=generator).to(device, dtype)[:, :width]
     weights = [torch.randn(head_dim, generator=generator).to(device, dtype) for _ in range(2)]
@@ -24,7 +25,7 @@ def test_against_separate_steps(num_heads, num_kv_heads, head_dim, dtype, norm_q
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).float().to(device)
     positions = torch.randint(max_positions, (num_tokens,), generator=generator).to(device)
     positions[0] = max_positions - 1
-    slots = torch.tensor([37, -1, 0, 16, 31], dtype=torch.int32, device=device)
+    slots = torch.tensor([37, -1, *range(31)], dtype=torch.int32, device=device)
     k_cache = torch.full((3, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
     v_cache = torch.full((3, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype, device=device)
     v_cache = v_cache.transpose(1, 2)
@@ -52,7 +53,7 @@ def test_against_separate_steps(num_heads, num_kv_heads, head_dim, dtype, norm_q
         assert_as_exact_as_torch(actual, formula, raw[rows], weight)
     assert torch.equal(v_cache.reshape(-1, num_kv_heads, head_dim)[slots[live].long()], value[live])
     for cache in (k_cache, v_cache):  # the -1 row and all other slots stay as they were
-        assert cache.isnan().all(dim=-1).all(dim=-1).sum() == 3 * block_size - 4
+        assert cache.isnan().all(dim=-1).all(dim=-1).sum() == 3 * block_size - 32
 
 
 def test_position_zero_changes_nothing_without_norm(device, generator):
