@@ -115,3 +115,15 @@ def assert_idle() -> Callable[[LLM], None]:
 @pytest.fixture
 def rng() -> random.Random:
     return random.Random(0)
+
+
+@pytest.fixture
+def eager_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admits whatever fits at the moment: the look-ahead would leave little to preempt."""
+
+    from nanovllm.engine.scheduler import Scheduler
+
+    def fits(self: Scheduler, seq: Any, cached_block_ids: list[int], forecast: Any) -> bool:
+        return self.block_manager.num_new_blocks(seq, cached_block_ids) <= self.block_manager.num_free_blocks
+
+    monkeypatch.setattr(Scheduler, "_fits", fits)

@@ -31,16 +31,6 @@ def llm(random_llama: Any, make_shared_llm: Any) -> LLM:
     return engine
 
 
-@pytest.fixture
-def eager_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admits whatever fits at the moment: the look-ahead would leave little to preempt."""
-
-    def fits(self: Scheduler, seq: Any, cached_block_ids: list[int], forecast: Any) -> bool:
-        return self.block_manager.num_new_blocks(seq, cached_block_ids) <= self.block_manager.num_free_blocks
-
-    monkeypatch.setattr(Scheduler, "_fits", fits)
-
-
 def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
     return llm.generate(prompts, params, use_tqdm=False)
 
