@@ -57,11 +57,12 @@ def main() -> None:
     if importlib.util.find_spec("llguidance") is None:
         print("json schema: left out, llguidance is not installed")
         del VARIANTS["json schema"]
-    model = args.model or demo_model()
     if args.shape:
         folder = shape_folder(args.shape)
         save_tokenizer(folder)
         model = str(folder)
+    else:
+        model = args.model or demo_model()
     load_format = "dummy" if args.shape else "auto"
     max_model_len = args.prompt_len + args.output_len
     with LLM(

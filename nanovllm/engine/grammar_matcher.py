@@ -1,7 +1,8 @@
 """Constrained output, token by token: which may come next, so that a request's output matches its constraint."""
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _BITS = 32  # token ids of a word of a mask
+_ALL = 0xFFFFFFFF  # a word that allows all of them
+_MOST_THREADS = 8
+
+# Makes an array of two sizes, its contents undefined.
+Allocate = Callable[[int, int], npt.NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -65,29 +71,23 @@ class Matcher:
         self._take_error()
         return self.error is None
 
-    def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Sets bit i % 32 of word i // 32 for each token i that may come next; `row` is contiguous.
+    def settle(self, words: npt.NDArray[np.uint32], may_end: bool, is_empty: bool) -> None:
+        """Settles in a filled mask the tokens that the library knows nothing of: those that end the request.
 
-        If the matcher is terminated, or finds out here that it is, all are allowed: the token concerns nobody.
+        Args:
+            words: the mask, without the library's own end token.
+            may_end: whether it had that.
+            is_empty: whether it has no other.
         """
-        if not self.is_terminated:
-            self.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self._finish(row)
-
-    def _finish(self, row: npt.NDArray[np.int32]) -> None:
-        """Settles the tokens that the library knows nothing of: those that end the request."""
         self._take_error()
-        words = row.view(np.uint32)
-        # The library allows its own end token exactly where the output may end.
-        may_end = _get_bit(words, self.vocabulary.end_id)
-        _clear_bits(words, [self.vocabulary.end_id])
-        if not self.is_terminated and not words.any():
+        if is_empty and not self.is_terminated:
             self._has_ended = may_end
             self.error = None if may_end else "the grammar allows none of the model's tokens here"
         if self.is_terminated:
-            row.fill(-1)
+            words.fill(_ALL)
         elif self._num_tokens >= self._min_tokens:
-            _set_bits(words, self._end_ids if may_end else ())
+            if may_end:
+                _set_bits(words, self._end_ids)
         elif self._stop_ids:
             before = words.copy()
             _clear_bits(words, self._stop_ids)
@@ -99,31 +99,45 @@ class Matcher:
             self.error = _reason(self.state.get_error())
 
 
-def fill_bitmasks(matchers: Sequence[Matcher]) -> npt.NDArray[np.int32]:
-    """Which tokens may come next: [len(matchers), ceil(num_ids / 32)], see `Matcher.fill`. Fills in several threads.
+def new_array(*shape: int) -> npt.NDArray[np.int32]:
+    return np.empty(shape, dtype=np.int32)
 
-    A matcher can find out here that it is terminated.
+
+def fill_bitmasks(matchers: Sequence[Matcher], allocate: Allocate = new_array) -> npt.NDArray[np.int32]:
+    """Which tokens may come next: [len(matchers), ceil(num_ids / 32)], bit i % 32 of word i // 32 for token i.
+
+    A matcher can find out here that it is terminated; to it all are allowed, since the token concerns nobody. Fills in
+    several threads.
+
+    Args:
+        allocate: makes the array of a shape; its rows are contiguous.
     """
     from llguidance.numpy import fill_next_token_bitmask_par
 
     if not matchers:
         return np.zeros((0, 0), dtype=np.int32)
-    num_ids = matchers[0].vocabulary.num_ids
-    masks = np.empty((len(matchers), -(-num_ids // _BITS)), dtype=np.int32)
+    vocabulary = matchers[0].vocabulary
+    masks = allocate(len(matchers), -(-vocabulary.num_ids // _BITS))
     live = [(matcher.state, row) for row, matcher in enumerate(matchers) if not matcher.is_terminated]
     if live:
         fill_next_token_bitmask_par(_executor(), live, masks)
-    for matcher, row in zip(matchers, masks, strict=True):
-        matcher._finish(row)
+    words = masks.view(np.uint32)
+    # The library allows its own end token exactly where the output may end.
+    column, end_bit = vocabulary.end_id // _BITS, np.uint32(1 << vocabulary.end_id % _BITS)
+    may_end = (words[:, column] & end_bit) != 0
+    words[:, column] &= ~end_bit
+    is_empty = words.max(axis=1) == 0
+    for matcher, row, *found in zip(matchers, words, may_end.tolist(), is_empty.tolist(), strict=True):
+        matcher.settle(row, *found)
     return masks
 
 
 @cache
 def _executor() -> "LLExecutor":
-    """Threads that fill masks: 80 % of the cores, at most 32."""
+    """Threads that fill masks. A mask takes some microseconds: with many more threads they wait for one another."""
     from llguidance import LLExecutor
 
-    return LLExecutor()
+    return LLExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
 
 
 def _reason(message: str) -> str:
@@ -132,10 +146,6 @@ def _reason(message: str) -> str:
         return "no text satisfies it"
     message = message.replace("<non-verbose/>", "").replace("failed to compile JSON schema: ", "")
     return re.sub(r"\n +\d+ \| .*", "", message, flags=re.DOTALL).strip()
-
-
-def _get_bit(words: npt.NDArray[np.uint32], token_id: int) -> bool:
-    return bool(words[token_id // _BITS] >> np.uint32(token_id % _BITS) & np.uint32(1))
 
 
 def _set_bits(words: npt.NDArray[np.uint32], token_ids: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.batch import PackedBatch
-from nanovllm.engine.grammar_matcher import Matcher, fill_bitmasks
+from nanovllm.engine.grammar_matcher import Allocate, Matcher, fill_bitmasks, new_array
 from nanovllm.engine.outputs import StepOutput
 from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import Sequence
@@ -67,7 +67,9 @@ def constrained_sequences(batch: ScheduledBatch, packed: PackedBatch) -> list[Se
     return [sampled[row] for row in packed.extras.constrained_rows]
 
 
-def advance_matchers(previous: LaunchedStep | None, constrained: list[Sequence]) -> npt.NDArray[np.int32]:
+def advance_matchers(
+    previous: LaunchedStep | None, constrained: list[Sequence], allocate: Allocate = new_array
+) -> npt.NDArray[np.int32]:
     """Moves the previous step's matchers past its tokens, which it waits for, and fills the masks of the next tokens.
 
     Called before anybody else reads that step's tokens; a second call finds that the matchers have them. So a matcher
@@ -77,6 +79,7 @@ def advance_matchers(previous: LaunchedStep | None, constrained: list[Sequence])
     Args:
         previous: the step in flight, if there is one.
         constrained: the sequences of the step after it that sample a token under a constraint.
+        allocate: of `fill_bitmasks`.
 
     Returns:
         [len(constrained), ceil(ids / 32)] int32, see `fill_bitmasks`. All tokens are allowed to a sequence that turns
@@ -87,7 +90,7 @@ def advance_matchers(previous: LaunchedStep | None, constrained: list[Sequence])
     # Those that sample nothing now, having reached their length or been preempted, are filled to learn how they end.
     next_ids = {seq.seq_id for seq in constrained}
     others = [_matcher_of(seq) for seq in moved if seq.seq_id not in next_ids]
-    return fill_bitmasks(matchers + others)[: len(matchers)]
+    return fill_bitmasks(matchers + others, allocate)[: len(matchers)]
 
 
 def _accept_tokens(step: LaunchedStep) -> list[Sequence]:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -242,7 +243,7 @@ class LLMEngine:
         constrained = constrained_sequences(batch, packed)
         if not constrained:
             return LaunchedStep(batch, self.runner.run(packed), [])
-        handle = self.runner.run(packed, lambda: advance_matchers(self._in_flight, constrained))
+        handle = self.runner.run(packed, partial(advance_matchers, self._in_flight, constrained))
         return LaunchedStep(batch, handle, constrained)
 
     def _read(self, previous: LaunchedStep | None, launched: ScheduledBatch) -> StepOutput:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.extra_sampler import ExtraSampler
 from nanovllm.engine.extras import PackedExtras
+from nanovllm.engine.grammar_matcher import Allocate
 from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
 from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.step_handle import StepHandle
-from nanovllm.engine.step_tensors import StepTensors, upload, upload_extras, upload_ints, view_flat
+from nanovllm.engine.step_tensors import StepTensors, host_ints, upload, upload_extras, upload_ints, view_flat
 from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.layers.sampler import sample
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 # Kept free beside what the warm-up measured: fragments of the allocator, and libraries' own workspaces.
 _MARGIN_BYTES = 256 << 20
 
-MakeMasks = Callable[[], npt.NDArray[np.int32]]
+MakeMasks = Callable[[Allocate], npt.NDArray[np.int32]]
 
 
 class ModelRunner:
@@ -201,7 +203,8 @@ class ModelRunner:
         if not len(inputs.sampled_slots):
             return StepHandle.send(self._sample(hidden, inputs), prompt_scores[:, :0], prompt_scores)
         logits = self._logits(hidden, inputs)
-        masks = None if make_masks is None else upload_ints(make_masks(), self.device)
+        allocate = partial(host_ints, self.device)
+        masks = None if make_masks is None else upload_ints(make_masks(allocate), self.device)
         tokens, scores = self.extra_sampler.sample(logits, inputs, packed, extras, masks)
         self._keep(tokens, inputs)
         return StepHandle.send(tokens, scores, prompt_scores)

@@ -4,7 +4,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Detokenizer, IncrementalDetokenizer, decode_output
-from nanovllm.engine.outputs import RequestOutput, SampleOutput
+from nanovllm.engine.outputs import LogprobList, RequestOutput, SampleOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class OutputTexts:
             num_cached_tokens=request.num_cached_tokens or 0,
         )
         if "logprobs" in first:
-            output["logprobs"] = list(first["logprobs"])
+            output["logprobs"] = first["logprobs"]
         if request.params.prompt_logprobs is not None:
-            output["prompt_logprobs"] = request.prompt_logprobs
+            output["prompt_logprobs"] = LogprobList.join(request.prompt_logprobs, begins_text=True)
         if request.params.n > 1:
             output["samples"] = samples
         return output
@@ -52,7 +52,8 @@ class OutputTexts:
             stop_reason=seq.stop_reason,
         )
         if seq.params.logprobs is not None:
-            output["logprobs"] = seq.logprobs[: seq.num_output_tokens]  # an aborted one may have more
+            known = seq.logprobs[: seq.num_output_tokens]  # an aborted one may have more
+            output["logprobs"] = LogprobList.join(known)
         return output
 
     def text_of(self, seq: "Sequence") -> str:

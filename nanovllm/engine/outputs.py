@@ -1,7 +1,11 @@
 """What the engine gives back."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
 
 
 class TokenLogprob(NamedTuple):
@@ -16,10 +20,74 @@ class TokenLogprob(NamedTuple):
 TokenLogprobs = dict[int, TokenLogprob]
 
 
+class LogprobList(Sequence[Any]):
+    """The log-probabilities of T consecutive positions: a read-only list of `TokenLogprobs`, or of None where a text
+    begins and nothing comes before its first token.
+
+    It is made of arrays, from which a dict is made when one is asked for: 12 bytes an entry, where a dict takes some
+    hundred and keeps the garbage collector busy. `list(...)` turns it into plain dicts, for JSON say.
+
+    Attributes:
+        token_ids: [T, 1 + K] int32, first the token that is there, then the K best ones; -1 where there is none.
+        ranks: [T, 1 + K] int32.
+        logprobs: [T, 1 + K] float32.
+    """
+
+    def __init__(self, scores: npt.NDArray[np.int32]) -> None:
+        """`scores` [3, T, 1 + K]: ids, ranks, and bit patterns of float32 log-probabilities."""
+        self._scores = scores
+
+    @classmethod
+    def join(cls, parts: Iterable[npt.NDArray[np.int32]], *, begins_text: bool = False) -> "LogprobList":
+        """Of the scores of parts that follow one another, behind None if they begin a text."""
+        parts = list(parts)
+        width = parts[0].shape[2] if parts else 1
+        start = np.full((3, int(begins_text), width), -1, dtype=np.int32)
+        return cls(np.concatenate([start, *parts], axis=1))
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        return self._scores[0]
+
+    @property
+    def ranks(self) -> npt.NDArray[np.int32]:
+        return self._scores[1]
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        return self._scores[2].view(np.float32)
+
+    def __len__(self) -> int:
+        return self._scores.shape[1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return LogprobList(self._scores[:, index])
+        token_ids, ranks = self.token_ids[index].tolist(), self.ranks[index].tolist()
+        if token_ids[0] < 0:
+            return None
+        return dict(zip(token_ids, map(TokenLogprob, self.logprobs[index].tolist(), ranks), strict=True))
+
+    def __add__(self, other: "LogprobList") -> "LogprobList":
+        if not isinstance(other, LogprobList):
+            return NotImplemented
+        return LogprobList.join((self._scores, other._scores))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LogprobList | list):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 class _Logprobs(TypedDict, total=False):
     """What a result has only if its request asked for it."""
 
-    logprobs: list[TokenLogprobs]
+    logprobs: LogprobList
 
 
 class SampleOutput(_Logprobs):
@@ -30,7 +98,8 @@ class SampleOutput(_Logprobs):
         token_ids: the output tokens, a token that ended the sample included.
         finish_reason: "stop" (an end-of-sequence or stop token, or a stop string), "length" or "abort".
         stop_reason: the token id or the stop string that ended the sample, None unless the reason is "stop".
-        logprobs: of each output token, and of the so many best at its position; only if the request asked for them.
+        logprobs: of each output token, and of the so many best at its position, as a `LogprobList`; only if the request
+            asked for them.
     """
 
     text: str
@@ -56,7 +125,7 @@ class RequestOutput(_Result, total=False):
     """
 
     samples: list[SampleOutput]
-    prompt_logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: LogprobList
 
 
 class ScoreOutput(TypedDict):
@@ -77,7 +146,7 @@ class ScoreOutput(TypedDict):
 
 
 class _DeltaLogprobs(_Logprobs, total=False):
-    prompt_logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: LogprobList
 
 
 class OutputDelta(_DeltaLogprobs):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.inputs import InputProcessor
-from nanovllm.engine.outputs import ScoreOutput
+from nanovllm.engine.outputs import LogprobList, ScoreOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_unicode
 
@@ -70,14 +70,13 @@ def encode_pairs(inputs: InputProcessor, pairs: list[TextPair | ScoredIds], firs
 
 def score_of(seq: "Sequence") -> ScoreOutput:
     """The result of a request that has been scored."""
-    entries = [entry for entry in seq.prompt_logprobs if entry is not None]
-    token_ids = [next(iter(entry)) for entry in entries]
-    logprobs = [entry[token_id].logprob for entry, token_id in zip(entries, token_ids, strict=True)]
+    scores = LogprobList.join(seq.prompt_logprobs)
+    logprobs = scores.logprobs[:, 0].tolist()
     return ScoreOutput(
         logprob=sum(logprobs),
-        token_ids=token_ids,
+        token_ids=scores.token_ids[:, 0].tolist(),
         token_logprobs=logprobs,
-        is_greedy=all(len(entry) == 1 for entry in entries),  # the best one is the token itself
+        is_greedy=bool((scores.token_ids == scores.token_ids[:, :1]).all()),  # the best one is the token itself
         num_cached_tokens=seq.num_cached_tokens or 0,
     )
 

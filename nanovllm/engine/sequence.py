@@ -5,9 +5,11 @@ from concurrent.futures import Future
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from nanovllm.engine.grammar_matcher import Matcher
 from nanovllm.engine.output_text import OutputText
-from nanovllm.engine.outputs import TokenLogprobs
 from nanovllm.engine.token_rules import TokenRules
 from nanovllm.sampling_params import SamplingParams
 
@@ -128,9 +130,10 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_scored_tokens = first_scored - 1  # log-probabilities up to this position are scheduled, or unwanted
-        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
-        # Likewise, from `first_scored` on; nothing comes before the first token of all.
-        self.prompt_logprobs: list[TokenLogprobs | None] = [] if self.is_only_scored else [None]
+        # Scores [3, n, 1 + K] as in a `LogprobList`, if asked for: of each output token, and of the prompt's from
+        # `first_scored` on, as they come.
+        self.logprobs: list[npt.NDArray[np.int32]] = []
+        self.prompt_logprobs: list[npt.NDArray[np.int32]] = []
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")

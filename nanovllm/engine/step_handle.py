@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from nanovllm.engine.outputs import TokenLogprob, TokenLogprobs
 from nanovllm.engine.scheduler import ScheduledBatch
-
-# Ids, ranks and log-probabilities of a token and of the best ones at its position.
-_ScoreRow = tuple[list[int], list[int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,19 @@ class StepHandle:
         be theirs. Call it after `read`, and before they take those."""
         if not self.score_shapes:
             return
-        sampled_rows, prompt_rows = self._score_rows()
+        sampled, prompts = self._scores()
+        # Rows may have more entries than a sequence wants: another one wanted those.
         asking = [seq for seq in batch.sampled_sequences if seq.params.logprobs is not None]
-        for seq, row in zip(asking, sampled_rows, strict=True):
+        for row, seq in enumerate(asking):
             if not seq.is_finished:
-                seq.logprobs.append(_by_token(row, seq.params.logprobs))
+                seq.logprobs.append(sampled[:, row : row + 1, : 1 + (seq.params.logprobs or 0)])
         first = 0
         for seq, targets in batch.scored:
-            rows = prompt_rows[first : first + len(targets)]
-            first += len(targets)
-            seq.prompt_logprobs.extend(_by_token(row, seq.params.prompt_logprobs) for row in rows)
+            rows = slice(first, first + len(targets))
+            first = rows.stop
+            seq.prompt_logprobs.append(prompts[:, rows, : 1 + (seq.params.prompt_logprobs or 0)])
 
-    def _score_rows(self) -> list[list[_ScoreRow]]:
-        results, first = [], self.num_tokens
-        for shape in self.score_shapes:
-            ids, ranks, logprobs = self.values[first : first + shape.numel()].view(shape)
-            first += shape.numel()
-            columns = ids.tolist(), ranks.tolist(), logprobs.view(torch.float32).tolist()
-            results.append(list(zip(*columns, strict=True)))
-        return results
-
-
-def _by_token(row: _ScoreRow, num_best: int | None) -> TokenLogprobs:
-    """The token itself and so many best ones of a row, which may have more: another sequence wanted those."""
-    ids, ranks, logprobs = row
-    num_entries = 1 + (num_best or 0)
-    entries = map(TokenLogprob, logprobs[:num_entries], ranks)
-    return dict(zip(ids, entries, strict=False))
+    def _scores(self) -> list[npt.NDArray[np.int32]]:
+        """Copies: the sequences keep them, and pinned memory is short."""
+        parts = torch.split(self.values[self.num_tokens :], [shape.numel() for shape in self.score_shapes])
+        return [part.view(shape).numpy().copy() for part, shape in zip(parts, self.score_shapes, strict=True)]

@@ -142,5 +142,12 @@ def upload_ints(array: npt.NDArray[np.int32], device: torch.device) -> torch.Ten
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def host_ints(device: torch.device, *shape: int) -> npt.NDArray[np.int32]:
+    """A new array, its contents undefined, to be uploaded: in pinned memory, which the copy can start from, if the
+    device is a GPU. Several megabytes are worth that: no copy on the host, no page faults in every step."""
+    array: npt.NDArray[np.int32] = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()
+    return array
+
+
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

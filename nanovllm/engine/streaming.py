@@ -1,7 +1,7 @@
 """One sample of a request, whose output is taken piece by piece."""
 
 from nanovllm.engine.output_text import OutputTexts
-from nanovllm.engine.outputs import OutputDelta
+from nanovllm.engine.outputs import LogprobList, OutputDelta
 from nanovllm.engine.sequence import Sequence
 
 
@@ -36,9 +36,10 @@ class RequestStream:
             stop_reason=seq.stop_reason,
         )
         if seq.params.logprobs is not None:
-            delta["logprobs"] = seq.logprobs[self._num_tokens : self._num_tokens + len(token_ids)]
+            new = seq.logprobs[self._num_tokens : self._num_tokens + len(token_ids)]
+            delta["logprobs"] = LogprobList.join(new)
         if seq.wants_prompt_scores and not self._has_begun:
-            delta["prompt_logprobs"] = seq.prompt_logprobs
+            delta["prompt_logprobs"] = LogprobList.join(seq.prompt_logprobs, begins_text=True)
         self._has_begun = True
         self._num_tokens += len(token_ids)
         self._num_chars += len(text)

@@ -48,9 +48,6 @@ def compile_now(compiler: GrammarCompiler, **constraint: Any) -> Grammar:
 
 def allowed_ids(matcher: Matcher) -> list[int]:
     (row,) = fill_bitmasks([matcher])
-    alone = np.empty_like(row)
-    matcher.fill(alone)
-    assert (alone == row).all()
     return np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist()
 
 

@@ -143,7 +143,7 @@ def test_others_are_not_changed(llm: LLM, byte_llama: Path, make_llm: Any) -> No
 def test_no_constraint_no_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without constrained rows go the way they went: nothing is read before a launch is complete, and the grammar
     library is not looked at, which may not be there."""
-    monkeypatch.setattr(launched_step, "fill_bitmasks", lambda matchers: pytest.fail("masks were filled"))
+    monkeypatch.setattr(launched_step, "fill_bitmasks", lambda *_: pytest.fail("masks were filled"))
     seen = []
     run = ModelRunner.run
     monkeypatch.setattr(ModelRunner, "run", lambda self, batch, *rest: (seen.append(rest), run(self, batch, *rest))[1])
@@ -327,11 +327,11 @@ def test_failure_between_two_steps(
     """What raises while the masks are made ends all requests, drops their matchers, and leaves a usable engine."""
     fill, calls = launched_step.fill_bitmasks, []
 
-    def fail(matchers: Any) -> Any:
+    def fail(matchers: Any, *rest: Any) -> Any:
         calls.append(len(matchers))
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return fill(matchers)
+        return fill(matchers, *rest)
 
     monkeypatch.setattr(launched_step, "fill_bitmasks", fail)
     seq_ids = [llm.add_request("x", REGEX), llm.add_request("y", PLAIN)]
