@@ -23,6 +23,8 @@ class Config:
         gpu_memory_utilization: share of a GPU's memory that this engine may take, in (0, 1].
         tensor_parallel_size: number of processes that share one model, each with its own GPU if there is any. It has
             to divide the model's query heads.
+        data_parallel_size: number of engines that each have the whole model, on `tensor_parallel_size` GPUs of their own
+            if there are any, and share the requests.
         enforce_eager: never capture CUDA graphs.
         kvcache_block_size: tokens in a KV-cache block; None lets the attention backend choose.
         num_kvcache_blocks: blocks in the KV cache; None measures what fits.
@@ -41,6 +43,7 @@ class Config:
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     enforce_eager: bool = False
     kvcache_block_size: int | None = None
     num_kvcache_blocks: int | None = None
@@ -52,7 +55,8 @@ class Config:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        minimums = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "tensor_parallel_size": 1, "max_model_len": 2}
+        minimums = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "max_model_len": 2}
+        minimums |= {"tensor_parallel_size": 1, "data_parallel_size": 1}
         optional = {"kvcache_block_size": 1, "num_kvcache_blocks": 1, "seed": 0}
         minimums.update((name, low) for name, low in optional.items() if getattr(self, name) is not None)
         for name, low in minimums.items():  # as plain ints: numpy's would change the type of index arrays

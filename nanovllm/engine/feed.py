@@ -35,7 +35,7 @@ class PromptFeed:
         """
         self.num_prompts = len(prompts)
         self._prompts = list(prompts)  # those below `_num_encoded` are replaced by their token ids, then dropped
-        self._params = params
+        self.params = params
         self._encode = encode
         self._num_encoded = 0
         self._num_taken = 0
@@ -49,7 +49,7 @@ class PromptFeed:
         index = self._num_taken
         self._num_taken += 1
         token_ids, self._prompts[index] = self._prompts[index], None
-        return token_ids, self._params[index]
+        return token_ids, self.params[index]
 
     def encode_chunk(self) -> None:
         """Tokenises the next chunk, if anything is left. Raises like `encode`."""

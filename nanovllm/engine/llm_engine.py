@@ -23,8 +23,9 @@ from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.models import resolve_architecture
+from nanovllm.models.decoder import DecoderSpec
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checkpoint import open_checkpoint
+from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.utils.context import clear_forward_context
 
 logger = logging.getLogger(__name__)
@@ -53,16 +54,8 @@ class LLMEngine:
             FileNotFoundError: there is no such model.
         """
         self.config = Config.from_kwargs(model, **kwargs)
-        checkpoint = open_checkpoint(self.config.model, with_weights=self.config.load_format != "dummy")
-        _, spec = resolve_architecture(checkpoint.config)
-        self.tokenizer = checkpoint.load_tokenizer()
-        self.eos_token_ids = checkpoint.eos_token_ids(self.tokenizer)
-        self.generation_config = checkpoint.generation_config()
-        self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
-        if self.max_model_len < self.config.max_model_len:
-            logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
-        num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
-        self.runner = make_runner(self.config, checkpoint, self.max_model_len, num_sampled_ids)
+        checkpoint, spec = self._open_model()
+        self.runner = make_runner(self.config, checkpoint, self.max_model_len, self._num_sampled_ids)
 
         num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
         self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
@@ -72,12 +65,34 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.entrance = Entrance(self.scheduler)
+        self._make_way_in(spec, num_blocks * block_size)
+        self._in_flight: LaunchedStep | None = None
+        # Every request is in one of these, as its first sample, from its arrival until it is reported.
+        self._unfinished: dict[int, Sequence] = {}
+        self._ended: dict[int, Sequence] = {}
+        self._is_closed = False
+
+    def _open_model(self) -> tuple[Checkpoint, DecoderSpec]:
+        """Reads everything of the model but its weights."""
+        checkpoint = open_checkpoint(self.config.model, with_weights=self.config.load_format != "dummy")
+        _, spec = resolve_architecture(checkpoint.config)
+        self.tokenizer = checkpoint.load_tokenizer()
+        self.eos_token_ids = checkpoint.eos_token_ids(self.tokenizer)
+        self.generation_config = checkpoint.generation_config()
+        self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
+        if self.max_model_len < self.config.max_model_len:
+            logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
+        self._num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
+        return checkpoint, spec
+
+    def _make_way_in(self, spec: DecoderSpec, num_kv_tokens: int) -> None:
+        """What checks prompts, and makes requests of them, under the limits of the model and the KV cache."""
         self.inputs = InputProcessor(
             self.tokenizer,
             vocab_size=spec.vocab_size,
             max_model_len=self.max_model_len,
-            num_kv_tokens=num_blocks * block_size,
-            num_sampled_ids=num_sampled_ids,
+            num_kv_tokens=num_kv_tokens,
+            num_sampled_ids=self._num_sampled_ids,
             eos_token_ids=self.eos_token_ids,
         )
         self.texts = OutputTexts(self.tokenizer)
@@ -87,11 +102,6 @@ class LLMEngine:
             seed=self.config.seed,
             salt_above=spec.max_position_embeddings if spec.rope.depends_on_length else None,
         )
-        self._in_flight: LaunchedStep | None = None
-        # Every request is in one of these, as its first sample, from its arrival until it is reported.
-        self._unfinished: dict[int, Sequence] = {}
-        self._ended: dict[int, Sequence] = {}
-        self._is_closed = False
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its seq_id, which stands for all its samples. Raises like `generate`."""
@@ -207,7 +217,8 @@ class LLMEngine:
                         requests[seq.seq_id] = seq
                         self._enqueue(seq)
                     step = self._step()
-                    progress.update(step, self._collect(requests, outputs, output_of))
+                    num_finished = self._collect(requests, outputs, output_of)
+                    progress.update(step.num_prefill_tokens, len(step.new_token_ids), num_finished)
         finally:
             self._forget(list(requests.values()))
         return [outputs[seq_id] for seq_id in sorted(outputs)]  # ids rise in the order of the prompts

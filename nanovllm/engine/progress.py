@@ -5,8 +5,6 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.outputs import StepOutput
-
 _REFRESH_SECONDS = 0.25
 
 
@@ -21,10 +19,10 @@ class ProgressBar:
         self._num_prefill_tokens = self._num_decode_tokens = self._num_finished = 0
         self._start = self._last_refresh = time.perf_counter()
 
-    def update(self, step: StepOutput, num_finished: int) -> None:
-        """Counts a step, and how many of the bar's requests it finished."""
-        self._num_prefill_tokens += step.num_prefill_tokens
-        self._num_decode_tokens += len(step.new_token_ids)
+    def update(self, num_prefill_tokens: int, num_decode_tokens: int, num_finished: int) -> None:
+        """Counts tokens that were computed, and how many of the bar's requests finished."""
+        self._num_prefill_tokens += num_prefill_tokens
+        self._num_decode_tokens += num_decode_tokens
         self._num_finished += num_finished
         now = time.perf_counter()
         if now - self._last_refresh >= _REFRESH_SECONDS:

@@ -9,6 +9,7 @@ from nanovllm.engine.inputs import InputProcessor, RequestParams
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.scoring import ScoredIds
 from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
 
 
 class RequestFactory:
@@ -27,10 +28,22 @@ class RequestFactory:
         self._random = random.Random(seed)
         self._next_seq_id = 0
 
-    def make(self, token_ids: "array[int]", prepared: RequestParams, *, is_streamed: bool = False) -> Sequence:
-        """The first sample of a request, which holds the others."""
+    def seed_of(self, params: SamplingParams) -> int:
+        """Seed of the next request: its own, or the next of the engine's."""
+        return self._random.getrandbits(64) if params.seed is None else params.seed
+
+    def make(
+        self,
+        token_ids: "array[int]",
+        prepared: RequestParams,
+        *,
+        seed: int | None = None,
+        is_streamed: bool = False,
+    ) -> Sequence:
+        """The first sample of a request, which holds the others. `seed` is what another engine's `seed_of` gave."""
         params = prepared.params
-        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        if seed is None:
+            seed = self.seed_of(params)
         max_total_tokens = self._inputs.max_total_tokens(len(token_ids), params.max_tokens)
         request_id = self._next_seq_id
         self._next_seq_id += params.n

@@ -1,18 +1,14 @@
 """Several ranks for one model: rank 0, which the engine calls. The others are in `worker.py`."""
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.child_process import interrupts_put_off
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_handle import StepHandle
@@ -144,20 +140,3 @@ class TensorParallelRunner(ModelRunner):
         if self.device.type == "cuda":
             self.parallel.group.abort()  # ends the kernels that wait for the others
         return error
-
-
-@contextmanager
-def interrupts_put_off() -> Iterator[None]:
-    """Ctrl-C inside has its effect afterwards. It always concerns the main thread; others are not disturbed."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *args: received.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            previous(*received[0])

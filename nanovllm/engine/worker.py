@@ -3,14 +3,6 @@
 It ends when rank 0 says so, when rank 0's process is gone, or when anything fails, which it reports.
 """
 
-import contextlib
-import faulthandler
-import os
-import signal
-import sys
-import threading
-import time
-import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -20,16 +12,15 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.child_process import run_child
 from nanovllm.engine.extra_sampler import PROMPT_ROWS
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.engine.step_tensors import upload, view_flat
-from nanovllm.engine.workers import Failure
 from nanovllm.layers.parallel import Parallel, connect
 from nanovllm.utils.checkpoint import open_checkpoint
 
-_SECONDS_BETWEEN_LOOKS = 1.0
 # Rank 0 is the one that keeps time. The others wait for it however long it takes, and end when its process does.
 _PATIENCE_SECONDS = 30 * 24 * 3600.0
 
@@ -84,34 +75,11 @@ class FollowingRunner(ModelRunner):
 
 
 def main() -> None:
-    """Arguments: the rank; process id of rank 0; descriptors of the connection to it, of the step memory, and of the
-    file for what this process is at, all of them inherited."""
-    rank, parent, connection_fd, memory_fd, stacks_fd = map(int, sys.argv[1:])
-    faulthandler.register(signal.SIGUSR1, file=stacks_fd)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    connection = Connection(connection_fd)
-    code = 0
-    try:
-        _serve(rank, connection, memory_fd)
-    except (EOFError, SystemExit):
-        pass
-    except BaseException:
-        code = 1
-        with contextlib.suppress(OSError):  # rank 0 is gone
-            connection.send(Failure(time.monotonic(), traceback.format_exc()))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the threads and connections that torch has made need no farewell
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process soon after rank 0's has ended: the main thread may be waiting for it, somewhere in torch."""
-    while os.getppid() == parent:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    os._exit(1)
+    run_child(_serve)
 
 
 def _serve(rank: int, connection: Connection, memory_fd: int) -> None:
+    """`memory_fd` is the descriptor of the step memory."""
     connection.send(True)
     setup: WorkerSetup | None = connection.recv()
     if setup is None:

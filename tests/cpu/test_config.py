@@ -32,6 +32,7 @@ def test_defaults() -> None:
         "max_model_len": [2, 2**20, np.int64(64)],
         "gpu_memory_utilization": [1e-6, 0.5, 1, 1.0, np.float32(0.5)],
         "tensor_parallel_size": [1, np.int64(1)],
+        "data_parallel_size": [1, 8, np.int64(2)],
         "enforce_eager": [True, False],
         "kvcache_block_size": [None, 1, 256, np.int64(16)],
         "num_kvcache_blocks": [None, 1, 10**6, np.int64(16)],
@@ -56,6 +57,7 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "max_model_len": [1, 0, -1],  # one token of prompt and one of output are the least
         "gpu_memory_utilization": [0, 0.0, -0.5, 1.001, 1.5, 90, NAN, INF, -INF],
         "tensor_parallel_size": [0, -1],
+        "data_parallel_size": [0, -1],
         "kvcache_block_size": [0, -16],
         "num_kvcache_blocks": [0, -1],
         "dtype": ["fp32", "", "int8", "Float32"],
@@ -78,6 +80,7 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "max_model_len": [True, 4096.0, "1", None],
         "gpu_memory_utilization": [True, "0.9", None, [0.9]],
         "tensor_parallel_size": [True, 1.0, "1", None],
+        "data_parallel_size": [True, 1.0, "1", None],
         "enforce_eager": [0, 1, None, "yes", np.True_],
         "kvcache_block_size": [True, 16.0, "16"],
         "num_kvcache_blocks": [True, 16.0, "16"],

@@ -16,8 +16,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.engine import tensor_parallel, workers
-from nanovllm.engine.workers import WorkerError
+from nanovllm.engine import child_process, tensor_parallel, workers
+from nanovllm.engine.child_process import ChildProcess, WorkerError
 from tests.checkpoints import random_prompts, save_random_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -38,14 +38,14 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Process ids of all workers that the test starts."""
     pids: list[int] = []
-    start = workers._Worker.start
+    start = ChildProcess.start
 
     def recorded(*args: Any) -> Any:
         worker = start(*args)
         pids.append(worker.process.pid)
         return worker
 
-    monkeypatch.setattr(workers._Worker, "start", recorded)
+    monkeypatch.setattr(ChildProcess, "start", recorded)
     return pids
 
 
@@ -73,8 +73,8 @@ def _is_alive(pid: int) -> bool:
 
 
 def _inject(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    boot = workers._BOOT.replace("main()", f"from tests.faults import install; install({fault!r}); main()")
-    monkeypatch.setattr(workers, "_BOOT", boot)
+    boot = child_process._BOOT.replace("main()", f"from tests.faults import install; install({fault!r}); main()")
+    monkeypatch.setattr(child_process, "_BOOT", boot)
 
 
 def test_several_engines(random_llama: Any, expected: Any, started: list[int]) -> None:
@@ -125,7 +125,7 @@ def test_lost_worker(random_llama: Any, started: list[int], monkeypatch: pytest.
         "raise": "rank 1 failed:\n(?s:.*)in follow_for_a_while\n(?s:.*)LookupError: a fault of rank 1",
         "hang": 'rank 1 does not answer: (?s:.*)faults.py", line [0-9]+ in fail',
     }
-    assert workers.STEP_TIMEOUT_SECONDS + 2 * workers._SECONDS_TO_REPORT < SECONDS_TO_FAIL - 2
+    assert workers.STEP_TIMEOUT_SECONDS + 2 * child_process.SECONDS_TO_REPORT < SECONDS_TO_FAIL - 2
     for module in (workers, tensor_parallel):
         monkeypatch.setattr(module, "STEP_TIMEOUT_SECONDS", 3.0)  # less to wait for
     llm = _make(random_llama[0])
@@ -214,9 +214,9 @@ def test_script_that_fails(random_llama: Any, expected: Any) -> None:
 def test_killed_driver(random_llama: Any, worker: str) -> None:
     """Workers end by themselves when rank 0 is killed in the middle of a step, even one that hangs."""
     hang = (
-        "from nanovllm.engine import workers; "
+        "from nanovllm.engine import child_process; "
         "boot = 'from tests.faults import install; install(\"hang\"); main()'; "
-        "workers._BOOT = workers._BOOT.replace('main()', boot)"
+        "child_process._BOOT = child_process._BOOT.replace('main()', boot)"
     )
     kill = "import os, threading; threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()"
     code, tokens, noise, pids = _run(
