@@ -33,10 +33,13 @@ class AsyncLLM:
         """
         Raises:
             TypeError: it is given something else than an `LLM`.
+            ValueError: that is data-parallel.
             RuntimeError: that is closed.
         """
         if not isinstance(llm, LLM):
             raise TypeError(f"AsyncLLM takes an LLM, as in AsyncLLM(LLM(model)), got {llm!r:.80}")
+        if llm.config.data_parallel_size > 1:
+            raise ValueError(f"AsyncLLM takes one engine, not data_parallel_size={llm.config.data_parallel_size}")
         llm.check_open()
         self._driver = _Driver(llm)
         # The thread refers to the driver only: dropped without `close`, this object ends it all the same.

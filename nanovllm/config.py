@@ -23,8 +23,8 @@ class Config:
         gpu_memory_utilization: share of a GPU's memory that this engine may take, in (0, 1].
         tensor_parallel_size: number of processes that share one model, each with its own GPU if there is any. It has
             to divide the model's query heads.
-        data_parallel_size: number of engines that each have the whole model, on `tensor_parallel_size` GPUs of their own
-            if there are any, and share the requests.
+        data_parallel_size: number of engines that share the requests, each with the whole model, a process, and
+            `tensor_parallel_size` GPUs of its own if there are any.
         enforce_eager: never capture CUDA graphs.
         kvcache_block_size: tokens in a KV-cache block; None lets the attention backend choose.
         num_kvcache_blocks: blocks in the KV cache; None measures what fits.

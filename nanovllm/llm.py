@@ -17,7 +17,17 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class LLM(LLMEngine):
-    """A model, ready to complete prompts: `LLM(model).generate(prompts, sampling_params)`. Not thread-safe."""
+    """A model, ready to complete prompts: `LLM(model).generate(prompts, sampling_params)`. Not thread-safe.
+
+    With `data_parallel_size` above 1 it is a `DataParallelLLM`.
+    """
+
+    def __new__(cls, *args: Any, data_parallel_size: Any = 1, **kwargs: Any) -> "LLM":
+        if cls is LLM and data_parallel_size != 1:
+            from nanovllm.data_parallel import DataParallelLLM  # which is an LLM
+
+            return super().__new__(DataParallelLLM)
+        return super().__new__(cls)
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         self._is_stepping = False

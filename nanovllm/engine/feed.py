@@ -44,6 +44,10 @@ class PromptFeed:
     def can_take(self) -> bool:
         return self._num_taken < self._num_encoded
 
+    @property
+    def is_encoded(self) -> bool:
+        return self._num_encoded == self.num_prompts
+
     def take(self) -> tuple[Any, RequestParams]:
         """Token ids (what `encode` gave) and params of the next prompt; the caller has asked `can_take`."""
         index = self._num_taken

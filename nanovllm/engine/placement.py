@@ -28,6 +28,25 @@ def resolve_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
+def place_replicas(name: str, num_replicas: int, num_ranks: int) -> list[str]:
+    """The device of rank 0 of each replica, for a config's `device`: replica r has `num_ranks` of them from there on.
+
+    Raises:
+        ValueError: it is not a device, or there are too few.
+    """
+    first = resolve_device(name)
+    if first.type == "cpu":
+        return ["cpu"] * num_replicas
+    start, count = first.index, torch.cuda.device_count()
+    stop = start + num_replicas * num_ranks
+    if stop > count:
+        raise ValueError(
+            f"data_parallel_size={num_replicas} with tensor_parallel_size={num_ranks} needs the CUDA devices {start} "
+            f"to {stop - 1}, and this machine has {count}"
+        )
+    return [f"cuda:{index}" for index in range(start, stop, num_ranks)]
+
+
 def resolve_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """The torch dtype of a config's `dtype`; "auto" is float32 on a CPU, else float16 for a float16 checkpoint and
     bfloat16 for any other."""

@@ -1,0 +1,164 @@
+"""`LLM(model, data_parallel_size=N)`: N engines in processes of their own, with one queue in front of them.
+
+This process checks and tokenises prompts, as one engine would, and draws the seeds, in the prompts' order: so results
+don't depend on who computes them. It has no weights, and touches no GPU.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from nanovllm.config import Config
+from nanovllm.engine.child_process import WorkerError
+from nanovllm.engine.feed import PromptFeed
+from nanovllm.engine.inputs import Prompt, RequestParams
+from nanovllm.engine.outputs import RequestOutput
+from nanovllm.engine.placement import place_replicas
+from nanovllm.engine.progress import ProgressBar
+from nanovllm.engine.replica import Request, pack_params
+from nanovllm.engine.replicas import Replicas, Task
+from nanovllm.engine.scoring import ScoredIds
+from nanovllm.layers.parallel import Parallel
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+
+class DataParallelLLM(LLM):
+    """Several engines as one: `generate`, `chat` and `score` of `LLM`, and for whoever has prompts one after the other,
+    `submit` and `collect`. Streams and `step` belong to a single engine."""
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        self.config = config = Config.from_kwargs(model, **kwargs)
+        num_replicas, num_ranks = config.data_parallel_size, config.tensor_parallel_size
+        devices = place_replicas(config.device, num_replicas, num_ranks)
+        checkpoint, spec = self._open_model()
+        spec.head_share(Parallel(0, num_ranks))
+        location = os.path.abspath(checkpoint.location)
+        single = replace(config, model=location, data_parallel_size=1)
+        self._is_closed = False
+        self._next_id = 0
+        self._replicas = Replicas([replace(single, device=device) for device in devices])
+        self._make_way_in(spec, self._replicas.num_kv_tokens)
+
+    __init__.__doc__ = LLM.__init__.__doc__
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queues one request and returns its id, under which `collect` gives the result. Raises like `generate`.
+
+        Any number may be queued; to hold back what is not needed yet, look at `wants_more`.
+        """
+        self.check_open()
+        (token_ids,) = self.inputs.process_prompts([prompt])
+        (prepared,) = self.inputs.process_params(sampling_params, 1)
+        (packed,) = pack_params([prepared])
+        request_id = self._add(token_ids, prepared, packed)
+        self._replicas.hand_out()
+        return request_id
+
+    def collect(self, timeout: float | None = None) -> dict[int, RequestOutput]:
+        """Waits until any submitted request has finished, or for `timeout` seconds, and returns all that have.
+
+        Returns:
+            id -> result; nothing if nothing is unfinished.
+
+        Raises:
+            WorkerError: a replica has died for the second time. The engine is closed then.
+        """
+        self.check_open()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_finished():
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._poll(0 if self._replicas.finished else remaining)
+            if self._replicas.finished or remaining == 0:
+                break
+        finished, self._replicas.finished = self._replicas.finished, {}
+        return finished
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether so little is queued that replicas may soon have nothing to do."""
+        return self._replicas.wants_more
+
+    def is_finished(self) -> bool:
+        return not (self._replicas.num_unfinished or self._replicas.finished)
+
+    def abort(self, seq_id: int) -> bool:
+        """Drops a submitted request; `collect` won't report it. False if it is not known or has finished."""
+        self.check_open()
+        num_before = self._replicas.num_unfinished
+        self._replicas.forget([seq_id])
+        return self._replicas.num_unfinished < num_before
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.inputs.close()
+            self._replicas.close()
+
+    exit = close
+
+    def add_request(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("add_request", "submit")
+
+    def step(self) -> NoReturn:
+        self._refuse("step", "collect")
+
+    def stream(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("stream", "submit and collect")
+
+    def open_stream(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("open_stream", "submit and collect")
+
+    def _refuse(self, name: str, instead: str) -> NoReturn:
+        size = self.config.data_parallel_size
+        raise NotImplementedError(f"{name} needs data_parallel_size=1, and it is {size}: use {instead}")
+
+    def _add(self, prompt: Any, prepared: RequestParams, packed: bytes) -> int:
+        params = prepared.params
+        num_prompt_tokens = len(prompt.token_ids) if isinstance(prompt, ScoredIds) else len(prompt)
+        num_tokens = params.n * self.inputs.max_total_tokens(num_prompt_tokens, params.max_tokens)
+        request = Request(self._next_id, prompt, packed, self.requests.seed_of(params))
+        self._next_id += 1
+        self._replicas.add(Task(request, num_tokens, params.n))
+        return request.request_id
+
+    def _poll(self, timeout: float | None) -> None:
+        try:
+            self._replicas.poll(timeout)
+        except WorkerError:
+            self.close()
+            raise
+
+    def _complete(
+        self, feed: PromptFeed, use_tqdm: bool, make: Callable[..., Any], output_of: Callable[..., Any]
+    ) -> list[Any]:
+        """As of one engine, where `make` and `output_of` are called by the replicas' engines."""
+        packed = pack_params(feed.params)
+        first_id = self._next_id
+        outputs: list[Any] = [None] * feed.num_prompts
+        num_missing = feed.num_prompts
+        try:
+            with ProgressBar(feed.num_prompts, enabled=use_tqdm) as progress:
+                while num_missing:
+                    feed.encode_chunk()
+                    while feed.can_take and self._replicas.wants_more:
+                        self._add(*feed.take(), packed[self._next_id - first_id])
+                    num_finished = self._advance(progress, first_id, outputs, None if feed.is_encoded else 0.0)
+                    num_missing -= num_finished
+        finally:
+            if num_missing:
+                self._replicas.forget(range(first_id, self._next_id))
+        return outputs
+
+    def _advance(self, progress: ProgressBar, first_id: int, outputs: list[Any], timeout: float | None) -> int:
+        """Waits for replicas, takes over results of this call, and counts them."""
+        replicas = self._replicas
+        num_prefill, num_decode = replicas.num_prefill_tokens, replicas.num_decode_tokens
+        self._poll(timeout)
+        own = [request_id for request_id in replicas.finished if request_id >= first_id]
+        for request_id in own:
+            outputs[request_id - first_id] = replicas.finished.pop(request_id)
+        progress.update(replicas.num_prefill_tokens - num_prefill, replicas.num_decode_tokens - num_decode, len(own))
+        return len(own)

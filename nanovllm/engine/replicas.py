@@ -1,0 +1,232 @@
+"""The processes of data parallelism as their parent sees them: one queue, from which each replica gets what it needs.
+
+Nobody knows how long an output will be, so requests are not shared out beforehand. A replica has room as long as all it
+holds is sure to run at the same time (tokens of prompts and longest outputs fit the KV cache, sequences its
+`max_num_seqs`), or what it holds and has not begun is less than a small look-ahead. The next request goes to the one
+with room that holds the fewest tokens. So when the queue is empty, what waits behind others in a slow replica is at
+most that look-ahead (and one request), and there is no need to steal anything back: what has begun has its KV there.
+"""
+
+import contextlib
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.child_process import (
+    ChildProcess,
+    Failure,
+    WorkerError,
+    end_children,
+    interrupts_put_off,
+    wait_for,
+)
+from nanovllm.engine.replica import Abort, Ready, ReplicaSetup, Report, Request
+
+logger = logging.getLogger(__name__)
+
+# Requests that wait in the parent: what replicas take between two looks of the parent, and more.
+_QUEUE_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request, and the most that it can take: tokens of KV and sequences, of all its samples."""
+
+    request: Request
+    num_tokens: int
+    num_seqs: int
+
+
+@dataclass
+class _Replica:
+    """What the parent knows of one replica."""
+
+    number: int
+    setup: ReplicaSetup
+    child: ChildProcess
+    num_kv_tokens: int | None = None  # None until it is loaded
+    tasks: dict[int, Task] = field(default_factory=dict)  # unfinished ones by request_id
+    waiting: dict[int, int] = field(default_factory=dict)  # request_id -> tokens of those that have not begun
+    num_tokens: int = 0  # of all tasks
+    num_seqs: int = 0
+    first_death: str | None = None
+
+    @classmethod
+    def start(cls, number: int, setup: ReplicaSetup) -> "_Replica":
+        replica = cls(number, setup, ChildProcess.start(number, "nanovllm.engine.replica"))
+        replica.send(setup)
+        return replica
+
+    @property
+    def has_room(self) -> bool:
+        if self.num_kv_tokens is None:
+            return False
+        config = self.setup.config
+        is_sure_to_run = self.num_seqs < config.max_num_seqs and self.num_tokens < self.num_kv_tokens
+        return is_sure_to_run or sum(self.waiting.values()) < config.max_num_batched_tokens
+
+    def send(self, message: Any) -> None:
+        """If the process has died, that shows when it is listened to."""
+        with contextlib.suppress(OSError):
+            self.child.connection.send(message)
+
+    def take(self, task: Task) -> None:
+        self.tasks[task.request.request_id] = task
+        self.waiting[task.request.request_id] = task.num_tokens
+        self.num_tokens += task.num_tokens
+        self.num_seqs += task.num_seqs
+
+    def drop(self, request_id: int) -> None:
+        task = self.tasks.pop(request_id)
+        self.waiting.pop(request_id, None)
+        self.num_tokens -= task.num_tokens
+        self.num_seqs -= task.num_seqs
+
+
+class Replicas:
+    """Owns the processes. They end when this is closed, garbage-collected, or the interpreter exits, and by themselves
+    within seconds when this process dies. One that dies is started again, once, and its requests are done again.
+
+    Attributes:
+        finished: request_id -> result of what nobody has taken from here yet.
+        num_prefill_tokens, num_decode_tokens: computed by all replicas so far.
+    """
+
+    def __init__(self, configs: list[Config]) -> None:
+        """Starts one replica for each config, and waits until all have loaded the model.
+
+        Raises:
+            WorkerError: one of them failed.
+        """
+        self.finished: dict[int, Any] = {}
+        self.num_prefill_tokens = self.num_decode_tokens = 0
+        self._queue: deque[Task] = deque()
+        self._replicas: list[_Replica] = []
+        self._children: list[ChildProcess] = []
+        self._end = weakref.finalize(self, end_children, self._children, os.getpid())
+        self._is_starting = True
+        try:
+            for number, config in enumerate(configs):
+                self._replicas.append(_Replica.start(number, ReplicaSetup(config, len(configs))))
+                self._children.append(self._replicas[-1].child)
+            while any(replica.num_kv_tokens is None for replica in self._replicas):
+                self.poll()
+        except BaseException:
+            self.kill()
+            raise
+        self._is_starting = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Of the smallest KV cache of those that are loaded."""
+        return min(replica.num_kv_tokens for replica in self._replicas if replica.num_kv_tokens is not None)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue) + sum(len(replica.tasks) for replica in self._replicas)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether so little is queued that replicas may soon have nothing to take."""
+        return len(self._queue) < _QUEUE_LENGTH
+
+    def add(self, task: Task) -> None:
+        """Queues a request; `hand_out` and `poll` send it on."""
+        self._queue.append(task)
+
+    def hand_out(self) -> None:
+        """Sends queued requests to the replicas that have room, the one with the fewest tokens first."""
+        with interrupts_put_off():
+            given: dict[int, list[Request]] = {}
+            while self._queue and (free := [replica for replica in self._replicas if replica.has_room]):
+                replica = min(free, key=lambda replica: replica.num_tokens)
+                task = self._queue.popleft()
+                replica.take(task)
+                given.setdefault(replica.number, []).append(task.request)
+            for number, requests in given.items():
+                self._replicas[number].send(requests)
+
+    def poll(self, timeout: float | None = None) -> None:
+        """Waits until a replica says something, or for `timeout` seconds; hands out requests before and after.
+
+        Raises:
+            WorkerError: a replica has died that had been restarted; all have ended then.
+        """
+        self.hand_out()
+        speakers = {replica.child.connection: replica for replica in self._replicas}
+        ready = wait_for(speakers, timeout)
+        with interrupts_put_off():  # cut off halfway, a message would be lost
+            for connection in ready:
+                self._hear(speakers[connection])
+        self.hand_out()
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drops requests, finished or not."""
+        with interrupts_put_off():
+            forgotten = set(request_ids)
+            self._queue = deque(task for task in self._queue if task.request.request_id not in forgotten)
+            self.finished = {key: output for key, output in self.finished.items() if key not in forgotten}
+            for replica in self._replicas:
+                if mine := replica.tasks.keys() & forgotten:
+                    for request_id in mine:
+                        replica.drop(request_id)
+                    replica.send(Abort(list(mine)))
+
+    def kill(self) -> None:
+        """Ends the processes, whatever they are at."""
+        if self._end.alive:
+            for child in self._children:
+                child.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes after their step, and waits for that. Calling it again does nothing."""
+        for replica in self._replicas:
+            if self._end.alive and replica.num_kv_tokens is None:
+                replica.child.process.kill()  # it does not listen before the model is loaded
+        self._end()
+
+    def _hear(self, replica: _Replica) -> None:
+        message = replica.child.receive()
+        if isinstance(message, Ready):
+            replica.num_kv_tokens = message.num_kv_tokens
+        elif isinstance(message, Report):
+            self._record(replica, message)
+        else:
+            self._lose(replica, message)
+
+    def _record(self, replica: _Replica, report: Report) -> None:
+        self.num_prefill_tokens += report.num_prefill_tokens
+        self.num_decode_tokens += report.num_decode_tokens
+        for request_id in report.begun:
+            replica.waiting.pop(request_id, None)
+        for request_id, output in report.finished.items():
+            if request_id in replica.tasks:  # else it was forgotten
+                replica.drop(request_id)
+                self.finished[request_id] = output
+
+    def _lose(self, replica: _Replica, failure: Failure | None) -> None:
+        """Starts a replica again that has died, or gives up."""
+        cause = replica.child.describe_end() if failure is None else f"failed:\n{failure.traceback}"
+        name = f"replica {replica.number} of {len(self._replicas)}"
+        if replica.first_death is not None or self._is_starting:
+            self.kill()
+            before = f"\nIt had been restarted, since it {replica.first_death}" if replica.first_death else ""
+            raise WorkerError(f"data parallelism: {name} {cause}{before}")
+        logger.warning("%s is restarted, and does %d requests again: it %s", name, len(replica.tasks), cause)
+        replica.child.process.kill()
+        replica.child.end(0.0)
+        self._queue.extendleft(task for _, task in sorted(replica.tasks.items(), reverse=True))
+        restarted = _Replica.start(replica.number, replica.setup)
+        restarted.first_death = cause
+        self._replicas[replica.number] = restarted
+        self._children[replica.number] = restarted.child
