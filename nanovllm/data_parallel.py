@@ -36,10 +36,9 @@ class DataParallelLLM(LLM):
         checkpoint, spec = self._open_model()
         spec.head_share(Parallel(0, num_ranks))
         location = os.path.abspath(checkpoint.location)
-        single = replace(config, model=location, data_parallel_size=1)
         self._is_closed = False
         self._next_id = 0
-        self._replicas = Replicas([replace(single, device=device) for device in devices])
+        self._replicas = Replicas([replace(config, model=location, device=device) for device in devices])
         self._make_way_in(spec, self._replicas.num_kv_tokens)
 
     __init__.__doc__ = LLM.__init__.__doc__

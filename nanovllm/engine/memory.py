@@ -47,7 +47,7 @@ def kv_cache_bytes(
 
 def cpu_kv_cache_bytes(max_useful: int, num_ranks: int = 1) -> int:
     """Bytes of main memory that the KV cache of each rank takes by default; see the constants above, which are about
-    all ranks together."""
+    all ranks of all replicas together."""
     total = physical_memory()
     num_bytes = kv_cache_bytes(
         total=total,

@@ -255,7 +255,7 @@ class ModelRunner:
         block_bytes = 2 * num_layers * self.block_size * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
         max_useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size) * block_bytes
         if self.device.type == "cpu":
-            num_bytes = cpu_kv_cache_bytes(max_useful, self.parallel.size)
+            num_bytes = cpu_kv_cache_bytes(max_useful, self.parallel.size * self.config.data_parallel_size)
         else:
             reserve = self._measure_reserve()
             free, total = torch.cuda.mem_get_info(self.device)

@@ -30,14 +30,6 @@ _MAX_KNOWN_PARAMS = 1024
 
 
 @dataclass(frozen=True)
-class ReplicaSetup:
-    """What the parent tells a replica once: the settings of its engine, and how many share the machine's cores."""
-
-    config: Config
-    num_replicas: int
-
-
-@dataclass(frozen=True)
 class Ready:
     """What a replica says when its model is loaded."""
 
@@ -195,15 +187,15 @@ def main() -> None:
 
 
 def _serve(number: int, connection: Connection) -> None:
-    setup: ReplicaSetup | None = connection.recv()
-    if setup is None:
+    config: Config | None = connection.recv()
+    if config is None:
         return
-    num_threads = max(1, torch.get_num_threads() // setup.num_replicas)
+    num_threads = max(1, torch.get_num_threads() // config.data_parallel_size)
     torch.set_num_threads(num_threads)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # for the other ranks of this replica, which are its children
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    replica = Replica(setup.config, connection, inbox)
+    replica = Replica(config, connection, inbox)
     replica.serve()
     replica.close()
 

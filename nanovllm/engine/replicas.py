@@ -25,7 +25,7 @@ from nanovllm.engine.child_process import (
     interrupts_put_off,
     wait_for,
 )
-from nanovllm.engine.replica import Abort, Ready, ReplicaSetup, Report, Request
+from nanovllm.engine.replica import Abort, Ready, Report, Request
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class _Replica:
     """What the parent knows of one replica."""
 
     number: int
-    setup: ReplicaSetup
+    config: Config
     child: ChildProcess
     num_kv_tokens: int | None = None  # None until it is loaded
     tasks: dict[int, Task] = field(default_factory=dict)  # unfinished ones by request_id
@@ -57,18 +57,17 @@ class _Replica:
     first_death: str | None = None
 
     @classmethod
-    def start(cls, number: int, setup: ReplicaSetup) -> "_Replica":
-        replica = cls(number, setup, ChildProcess.start(number, "nanovllm.engine.replica"))
-        replica.send(setup)
+    def start(cls, number: int, config: Config) -> "_Replica":
+        replica = cls(number, config, ChildProcess.start(number, "nanovllm.engine.replica"))
+        replica.send(config)
         return replica
 
     @property
     def has_room(self) -> bool:
         if self.num_kv_tokens is None:
             return False
-        config = self.setup.config
-        is_sure_to_run = self.num_seqs < config.max_num_seqs and self.num_tokens < self.num_kv_tokens
-        return is_sure_to_run or sum(self.waiting.values()) < config.max_num_batched_tokens
+        is_sure_to_run = self.num_seqs < self.config.max_num_seqs and self.num_tokens < self.num_kv_tokens
+        return is_sure_to_run or sum(self.waiting.values()) < self.config.max_num_batched_tokens
 
     def send(self, message: Any) -> None:
         """If the process has died, that shows when it is listened to."""
@@ -112,7 +111,7 @@ class Replicas:
         self._is_starting = True
         try:
             for number, config in enumerate(configs):
-                self._replicas.append(_Replica.start(number, ReplicaSetup(config, len(configs))))
+                self._replicas.append(_Replica.start(number, config))
                 self._children.append(self._replicas[-1].child)
             while any(replica.num_kv_tokens is None for replica in self._replicas):
                 self.poll()
@@ -226,7 +225,7 @@ class Replicas:
         replica.child.process.kill()
         replica.child.end(0.0)
         self._queue.extendleft(task for _, task in sorted(replica.tasks.items(), reverse=True))
-        restarted = _Replica.start(replica.number, replica.setup)
+        restarted = _Replica.start(replica.number, replica.config)
         restarted.first_death = cause
         self._replicas[replica.number] = restarted
         self._children[replica.number] = restarted.child

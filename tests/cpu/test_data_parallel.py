@@ -20,7 +20,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import replicas as replicas_module
 from nanovllm.engine.child_process import WorkerError
-from nanovllm.engine.replica import ReplicaSetup, Report, Request
+from nanovllm.engine.replica import Report, Request
 from nanovllm.engine.replicas import Replicas, Task, _Replica
 from tests.checkpoints import random_prompts, save_random_model
 
@@ -312,8 +312,8 @@ class _Connection:
 def policy(monkeypatch: pytest.MonkeyPatch) -> Replicas:
     """Replicas without processes: 4 sequences, 100 tokens of KV and a look-ahead of 30 tokens each."""
 
-    def start(number: int, setup: ReplicaSetup) -> _Replica:
-        return _Replica(number, setup, SimpleNamespace(connection=_Connection()))  # type: ignore[arg-type]
+    def start(number: int, config: Config) -> _Replica:
+        return _Replica(number, config, SimpleNamespace(connection=_Connection()))  # type: ignore[arg-type]
 
     monkeypatch.setattr(replicas_module._Replica, "start", start)
     monkeypatch.setattr(replicas_module, "end_children", lambda *args: None)

@@ -35,7 +35,7 @@ def cluster() -> Iterator[None]:
 
 
 class KilledOnce(Predictor):
-    """Kills its process at its second batch, unless that has been done."""
+    """Kills its process at its second batch, unless that has been done; of an engine of two ranks, the second one."""
 
     def __init__(self, *args: Any, marker: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,7 +45,8 @@ class KilledOnce(Predictor):
         self._num_batches += 1
         if self._num_batches == 2 and not self._marker.exists():
             self._marker.write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            is_shared = self._llm.config.tensor_parallel_size > 1
+            os.kill(self._llm.runner._workers.pids[0] if is_shared else os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
         return await super().__call__(batch)
 
 
@@ -68,10 +69,18 @@ def expected(byte_llama: Path) -> list[str]:
         return [output["text"] for output in llm.generate(TEXTS, GREEDY, use_tqdm=False)]
 
 
-def test_parquet_and_a_killed_actor(byte_llama: Path, expected: list[str], tmp_path: Path) -> None:
-    dataset = ray.data.read_parquet(_write(tmp_path / "in", id=list(range(60)), prompt=TEXTS))
+@pytest.mark.parametrize("size", [1, 2])
+def test_parquet_and_a_killed_actor(byte_llama: Path, expected: list[str], tmp_path: Path, size: int) -> None:
+    """Guards against an actor that stays, with an engine that is closed, and fails all that it is given."""
+    folder = _write(tmp_path / "in", id=list(range(60)), prompt=TEXTS)
+    dataset = ray.data.read_parquet(folder).repartition(4)
     marker = tmp_path / "marker"
-    settings = {**SETTINGS, "marker": str(marker), "output_columns": {"answer": "text", "why": "finish_reason"}}
+    settings = {
+        **SETTINGS,
+        "marker": str(marker),
+        "tensor_parallel_size": size,
+        "output_columns": {"answer": "text", "why": "finish_reason"},
+    }
     dataset = predict(dataset, str(byte_llama), GREEDY, num_actors=2, batch_size=5, predictor=KilledOnce, **settings)
     dataset.write_parquet(str(tmp_path / "out"))
     assert marker.exists()
