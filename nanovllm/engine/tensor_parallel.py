@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import Masks, ModelRunner
 from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_memory import StepLimits, StepMemory
@@ -25,6 +25,8 @@ from nanovllm.models import resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
 
 _SECONDS_BETWEEN_LOOKS = 0.05
+
+_Handle = TypeVar("_Handle", StepHandle, StepHandle | None)
 
 
 def make_runner(config: Config, checkpoint: Checkpoint, max_model_len: int, num_sampled_ids: int) -> ModelRunner:
@@ -76,7 +78,7 @@ class TensorParallelRunner(ModelRunner):
     def is_lost(self) -> bool:
         return self._workers.is_closed
 
-    def run(self, batch: PackedBatch, *args: Any) -> StepHandle:
+    def run(self, batch: PackedBatch) -> StepHandle | None:
         """Launches a step on all ranks.
 
         Raises:
@@ -84,18 +86,22 @@ class TensorParallelRunner(ModelRunner):
         """
         with interrupts_put_off():  # cut off halfway, a step would leave the others waiting
             self._workers.settle()
+            self._release_others()  # from a step that was given up before it sampled
             self._memory.write(batch)
             self._workers.tell(True)
             self._num_awaited = None
-            try:
-                handle = super().run(batch, *args)
-            except BaseException as error:
-                self._complete_step(error)
-                raise
-        return handle if handle.done is None else replace(handle, wait=self._wait)
+            with self._completing():
+                return self._watch(super().run(batch))
+
+    def sample(self, masks: Masks | None) -> StepHandle:
+        """Raises WorkerError if a rank is lost."""
+        with interrupts_put_off(), self._completing():
+            return self._watch(super().sample(masks))
 
     def close(self) -> None:
         """Ends the other ranks, too."""
+        if not self.is_lost:
+            self._release_others()
         self._workers.close()
         super().close()
 
@@ -113,17 +119,32 @@ class TensorParallelRunner(ModelRunner):
         super()._keep(tokens, inputs)
         self._num_awaited = 0
 
-    def _complete_step(self, error: BaseException) -> None:
-        """After an error here. One in sampling, as a user's function may raise, leaves the others waiting for tokens
-        alone: they get some, and all are ready for the next step. Any other loses the others. Raises WorkerError if one
-        of them was the cause."""
-        if isinstance(error, ExchangeError):
+    @contextmanager
+    def _completing(self) -> Iterator[None]:
+        """An error of sampling, as a user's function may raise, leaves the others waiting for tokens alone: they get
+        some, and all are ready for the next step. Any other loses the others. Raises WorkerError if one of them was the
+        cause."""
+        try:
+            yield
+        except ExchangeError as error:
             raise self._lose() from error
-        if self._num_awaited is None or self.is_lost:
-            self._workers.kill()
-        elif self._num_awaited:
+        except BaseException:
+            if self._num_awaited is None or self.is_lost:
+                self._workers.kill()
+            else:
+                self._release_others()
+            raise
+
+    def _release_others(self) -> None:
+        """Gives the others some tokens for those that they wait for, if any."""
+        if self._num_awaited:
             with self._current_device():
                 self.parallel.from_first(torch.zeros(self._num_awaited, dtype=torch.int64, device=self.device))
+            self._num_awaited = 0
+
+    def _watch(self, handle: _Handle) -> _Handle:
+        """The handle, which waits as `_wait` does where it has to."""
+        return handle if handle is None or handle.done is None else replace(handle, wait=self._wait)
 
     def _wait(self, done: torch.cuda.Event) -> None:
         """Waits for a step on the device, unless a rank is lost: the device would wait for it for ever."""
