@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,7 +47,7 @@ class TensorParallelRunner(ModelRunner):
         """Raises WorkerError, beside what `ModelRunner` raises: another rank has failed."""
         size = config.tensor_parallel_size
         resolve_architecture(checkpoint.config)[1].head_share(Parallel(0, size))
-        device = resolve_device(config.device, size - 1)
+        resolve_device(config.device, size - 1)
         limits = StepLimits(
             num_tokens=config.max_num_batched_tokens,
             num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -65,12 +65,14 @@ class TensorParallelRunner(ModelRunner):
             self._store = store = make_store()  # NCCL looks into it for as long as its group lives
             setup = WorkerSetup(config, checkpoint.location, max_model_len, num_sampled_ids, limits, store.port)
             self._workers.tell(setup)
-            group = connect(device.type, store.port, 0, size, STEP_TIMEOUT_SECONDS)
-            super().__init__(config, checkpoint, max_model_len, num_sampled_ids, Parallel(0, size, group))
-            self._workers.hear()
-        except ExchangeError as error:
-            raise self._workers.fail() from error
-        except BaseException:
+            device = resolve_device(config.device)
+            group = connect(device, store.port, 0, size, STEP_TIMEOUT_SECONDS)
+            with self._aborting_exchanges(group, device):
+                super().__init__(config, checkpoint, max_model_len, num_sampled_ids, Parallel(0, size, group))
+                self._workers.hear()
+        except BaseException as error:
+            if isinstance(error, ExchangeError) or (self._workers.has_dead() and not self.is_lost):  # which is why
+                raise self._workers.fail() from error
             self._workers.kill()
             raise
 
@@ -104,6 +106,29 @@ class TensorParallelRunner(ModelRunner):
             self._release_others()
         self._workers.close()
         super().close()
+
+    @contextmanager
+    def _aborting_exchanges(self, group: Any, device: torch.device) -> Iterator[None]:
+        """While the model is made: if another rank dies, a GPU would wait for it in an exchange, and this thread for
+        the GPU. On a CPU an exchange fails by itself."""
+        if device.type == "cpu":
+            yield
+            return
+        is_made = threading.Event()
+
+        def watch() -> None:
+            while not is_made.wait(_SECONDS_BETWEEN_LOOKS):
+                if self._workers.has_dead():
+                    group.abort()
+                    return
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_made.set()
+            watcher.join()
 
     def _agree(self, number: int) -> int:
         smallest = min(number, *self._workers.hear())
