@@ -20,7 +20,7 @@ from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.engine.step_tensors import StepTensors
 from nanovllm.engine.worker import WorkerSetup
 from nanovllm.engine.workers import STEP_TIMEOUT_SECONDS, Workers
-from nanovllm.layers.parallel import ExchangeError, Parallel, connect, make_store
+from nanovllm.layers.parallel import SINGLE, ExchangeError, Parallel, connect, make_store
 from nanovllm.models import resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
 
@@ -105,7 +105,12 @@ class TensorParallelRunner(ModelRunner):
         if not self.is_lost:
             self._release_others()
         self._workers.close()
+        if self.device.type == "cuda":
+            self.graphs = None  # NCCL waits for those that hold its exchanges
+            self.parallel.group.abort()  # what still waits for a rank that was lost
         super().close()
+        self.parallel = SINGLE  # the group ends before the store that it looks into
+        del self._store
 
     @contextmanager
     def _aborting_exchanges(self, group: Any, device: torch.device) -> Iterator[None]:
@@ -152,7 +157,7 @@ class TensorParallelRunner(ModelRunner):
         try:
             yield
         except ExchangeError as error:
-            raise self._lose() from error
+            raise self._workers.fail() from error
         except BaseException:
             if self._num_awaited is None or self.is_lost:
                 self._workers.kill()
@@ -178,18 +183,12 @@ class TensorParallelRunner(ModelRunner):
         while not done.query():
             now = time.monotonic()
             if now > deadline:
-                raise self._lose()
+                raise self._workers.fail()
             if now > look:
                 look = now + _SECONDS_BETWEEN_LOOKS
                 if self._workers.has_dead():
-                    raise self._lose()
+                    raise self._workers.fail()
             time.sleep(20e-6)
-
-    def _lose(self) -> BaseException:
-        error = self._workers.fail()
-        if self.device.type == "cuda":
-            self.parallel.group.abort()  # ends the kernels that wait for the others
-        return error
 
 
 @contextmanager
