@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -103,7 +103,8 @@ class TensorParallelRunner(ModelRunner):
     def close(self) -> None:
         """Ends the other ranks, too."""
         if not self.is_lost:
-            self._release_others()
+            with suppress(ExchangeError):  # if one has died meanwhile, so be it
+                self._release_others()
         self._workers.close()
         if self.device.type == "cuda":
             self.graphs = None  # NCCL waits for those that hold its exchanges
