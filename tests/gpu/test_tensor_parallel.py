@@ -72,7 +72,12 @@ def test_replayed_steps_equal_eager_ones(tmp_path: Path) -> None:
     outputs = []
     for enforce_eager in (False, True):
         with LLM(
-            str(tmp_path), dtype="bfloat16", tensor_parallel_size=2, enforce_eager=enforce_eager, max_num_seqs=8
+            str(tmp_path),
+            dtype="bfloat16",
+            tensor_parallel_size=2,
+            enforce_eager=enforce_eager,
+            max_num_seqs=8,
+            num_kvcache_blocks=8,
         ) as llm:
             outputs.append(generate(llm, GREEDY))
     assert outputs[0] == outputs[1]
@@ -93,7 +98,8 @@ def test_memory_is_returned(checkpoint: Path) -> None:
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_rank(checkpoint: Path, enforce_eager: bool, what: signal.Signals) -> None:
     """Killed, or stuck, between two steps: the device waits inside an exchange, the caller must not."""
-    llm = LLM(str(checkpoint), tensor_parallel_size=2, enforce_eager=enforce_eager, max_num_seqs=8)
+    settings = {**SMALL, "tensor_parallel_size": 2, "max_num_seqs": 8}
+    llm = LLM(str(checkpoint), enforce_eager=enforce_eager, **settings)
     llm.add_request(PROMPTS[0], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))
     for _ in range(10):
         llm.step()
@@ -108,7 +114,7 @@ def test_lost_rank(checkpoint: Path, enforce_eager: bool, what: signal.Signals) 
         llm.step()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    with LLM(str(checkpoint), tensor_parallel_size=2, max_num_seqs=8) as again:
+    with LLM(str(checkpoint), **settings) as again:
         assert len(generate(again, GREEDY)) == len(PROMPTS)
 
 
