@@ -15,7 +15,7 @@ from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
 from nanovllm.engine.launched_step import LaunchedStep, begin_masks, constrained_sequences
 from nanovllm.engine.output_text import OutputTexts
-from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
@@ -124,16 +124,19 @@ class LLMEngine:
         """Launches one step and returns the results of the step before.
 
         If the step fails, every request in the engine is aborted, the next call reports them, and the engine goes on.
-        If the text of a result can't be decoded, that result is lost, and the others stay for the next call.
+
+        Raises:
+            ResultError: the text of a result can't be decoded. That result is lost, and the others stay for the next
+                call.
         """
         self.check_open()
         output = self._step()
         for seq_id, seq in self._ended.items():
             try:
                 output.finished[seq_id] = self.texts.output_of(seq)
-            except Exception:
+            except Exception as error:
                 del self._ended[seq_id]  # it would fail again
-                raise
+                raise ResultError(seq_id) from error
         self._ended.clear()
         return output
 
