@@ -5,9 +5,12 @@ import sys
 from collections.abc import Sequence
 
 from nanovllm.config import Config
+from nanovllm.jobs.bench import __doc__ as bench_description
+from nanovllm.jobs.bench import add_bench_flags, bench
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.flags import add_flags, given_flags
-from nanovllm.jobs.job import Job, JobSettings
+from nanovllm.jobs.info import print_info
+from nanovllm.jobs.job import Job, JobSettings, make_config
 from nanovllm.jobs.params import NOT_IN_FILES
 from nanovllm.jobs.readers import FORMATS
 from nanovllm.jobs.run import check_job, run_job
@@ -34,6 +37,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="complete the rows of a file", description=_RUN))
+    _add_info(commands.add_parser("info", help="what a model is, and what fits on this machine"))
+    bench_parser = commands.add_parser(
+        "bench",
+        help="measure output throughput",
+        description=bench_description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_bench_flags(bench_parser)
+    bench_parser.set_defaults(command=bench)
     return parser
 
 
@@ -84,3 +96,13 @@ def _run(args: argparse.Namespace) -> int:
     )
     job = Job(settings)
     return check_job(job) if args.dry_run else run_job(job)
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_info)
+    parser.add_argument("model", metavar="MODEL", help="directory, .gguf file or Hugging Face id")
+    add_flags(parser, Config, "engine", skip=("model", "seed"))
+
+
+def _info(args: argparse.Namespace) -> int:
+    return print_info(make_config(args.model, given_flags(args, Config)))

@@ -70,8 +70,8 @@ class Job:
         self.settings = settings
         self.input = InputFile(settings.input, settings.format, settings.prompt_column or "prompt")
         self._flags = check_flags(settings.flags)
+        self._config = make_config(settings.model, settings.config)
         try:
-            self._config = Config.from_kwargs(settings.model, **settings.config)
             with_weights = self._config.load_format != "dummy"
             self._checkpoint: Checkpoint = open_checkpoint(settings.model, with_weights=with_weights)
             _, self._spec = resolve_architecture(self._checkpoint.config)
@@ -165,6 +165,14 @@ class Job:
             "load_format": self._config.load_format,
         }
         return Manifest(job, {"version": __version__, **settings.config})
+
+
+def make_config(model: str, values: Mapping[str, Any]) -> Config:
+    """Raises JobError if a value is refused."""
+    try:
+        return Config.from_kwargs(model, **values)
+    except (TypeError, ValueError) as error:
+        raise JobError(str(error)) from error
 
 
 def _given_or_drawn(seed: int | None) -> int:
