@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.demo import demo_model
@@ -54,7 +55,7 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(llm: LLM, requests: list[Request], temperature: float) -> float:
+def _run(llm: LLMEngine, requests: list[Request], temperature: float) -> float:
     """Seconds to complete the requests."""
     params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.max_tokens) for r in requests]
     started = time.perf_counter()
@@ -66,9 +67,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="directory, .gguf file or hub id; default: the demo model")
     parser.add_argument("--num-seqs", type=_positive, default=256)
     parser.add_argument("--max-len", type=_positive, default=1024, help="longest prompt, and longest output")
-    parser.add_argument(
-        "--repeats", type=_positive, default=3, help="timed passes after a warm-up; the median counts"
-    )
+    parser.add_argument("--repeats", type=_positive, default=3, help="timed passes after a warm-up; the median counts")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights, a config.json is enough")
