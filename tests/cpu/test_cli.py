@@ -1,6 +1,7 @@
 """`nanovllm run` on every format, with good rows and bad ones; `nanovllm info`. In processes of their own."""
 
 import dataclasses
+import datetime
 import gzip
 import json
 import os
@@ -144,7 +145,7 @@ def test_fail_fast(chat_llama: Path, tmp_path: Path) -> None:
 
 
 def test_text_and_gzip(chat_llama: Path, tmp_path: Path) -> None:
-    """Each line of text is a row, an empty one is a bad row; with --chat it is what a user says. A cut archive is found
+    """Each line of text is a row; with --chat it is what a user says. A cut archive is found
     before any work."""
     source, output = tmp_path / "in.txt.gz", tmp_path / "out.jsonl"
     packed = gzip.compress("\ufeffone\r\n\ntwo — three".encode())
@@ -152,7 +153,7 @@ def test_text_and_gzip(chat_llama: Path, tmp_path: Path) -> None:
     cli(*run_args(chat_llama, source, output, "--max-tokens", 2, "--chat", "--keep-prompt", "--token-ids"))
     first, second, third = read_rows(output)
     assert first["prompt"] == "one" and bytes(first["output"]["prompt_token_ids"]) == b"[user]one[assistant]"
-    assert second["error"]["message"].endswith("in.txt.gz:2: prompt: is empty") or "output" in second
+    assert second["prompt"] == "" and bytes(second["output"]["prompt_token_ids"]) == b"[user][assistant]"
     assert third["prompt"] == "two — three"
     source.write_bytes(packed[:-12])
     error = cli(*run_args(chat_llama, source, tmp_path / "cut.jsonl"), status=1).stderr
@@ -174,10 +175,7 @@ def test_zstandard(chat_llama: Path, tmp_path: Path) -> None:
 
 def test_parquet(chat_llama: Path, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    import datetime
-
-    import pyarrow.parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     columns = {
         "prompt": ["a", None, "c"],
         "when": [datetime.date(2024, 1, 2)] * 3,
@@ -185,7 +183,7 @@ def test_parquet(chat_llama: Path, tmp_path: Path) -> None:
         "sampling_params": [{"max_tokens": 2}, None, {"max_tokens": None}],
     }
     source, output = tmp_path / "in.parquet", tmp_path / "out.jsonl"
-    pyarrow.parquet.write_table(pyarrow.table(columns), source)
+    parquet.write_table(pyarrow.table(columns), source)
     cli(*run_args(chat_llama, source, output, "--max-tokens", 3, "--ignore-eos"))
     first, second, third = read_rows(output)
     assert (first["when"], first["score"], first["output"]["num_output_tokens"]) == ("2024-01-02", 1.5, 2)
@@ -257,9 +255,8 @@ def test_openai_batch(chat_llama: Path, tmp_path: Path) -> None:
     for custom_id, field in wrong.items():
         record = by_id[custom_id]
         assert record["response"] is None and record["error"]["param"] == field
-        assert record["error"]["message"].startswith(f"{source}:{rows.index(next(
-            row for row in rows if (row if isinstance(row, str) else row['custom_id']) == (custom_id or '{')
-        )) + 1}: ")  # fmt: skip
+        line = 12 if custom_id is None else 1 + "abcdefghijk".index(custom_id)
+        assert record["error"]["message"].startswith(f"{source}:{line}: ")
     cli(*run_args(chat_llama, source, output, "--resume"))
     assert len(output.read_text().splitlines()) == 12
 
