@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nanovllm.config import Config
 from nanovllm.jobs.bench import __doc__ as bench_description
 from nanovllm.jobs.bench import add_bench_flags, bench
-from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.errors import JobError, one_line
 from nanovllm.jobs.flags import add_flags, given_flags
 from nanovllm.jobs.info import print_info
 from nanovllm.jobs.job import Job, JobSettings, make_config
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = args.command(args)
         return status
     except JobError as error:
-        print(f"nanovllm: error: {error}", file=sys.stderr)
+        print(f"nanovllm: error: {one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("nanovllm: interrupted", file=sys.stderr)

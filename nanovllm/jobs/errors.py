@@ -16,3 +16,8 @@ class RowError(Exception):
     def __init__(self, field: str | None, reason: str) -> None:
         super().__init__(reason if field is None else f"{field}: {reason}")
         self.field, self.reason = field, reason
+
+
+def one_line(message: str) -> str:
+    """The message without line breaks, which those of other libraries may have."""
+    return " ".join(line.strip() for line in message.splitlines())

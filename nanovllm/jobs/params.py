@@ -1,7 +1,7 @@
 """The sampling params of each row: the format's defaults, then the flags, then what the row says."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,7 +47,7 @@ class RowParams:
         try:
             return SamplingParams(**values)
         except (TypeError, ValueError) as error:
-            raise RowError(_field_of(str(error), own, prefix), str(error)) from error
+            raise RowError(field_of(str(error), own, prefix), str(error)) from error
 
 
 def row_seed(seed: int, index: int) -> int:
@@ -68,8 +68,8 @@ def _nearest(name: str) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def _field_of(message: str, own: Mapping[str, Any], prefix: str) -> str:
-    """The field that a message is about: the row's own that it names first."""
+def field_of(message: str, own: Iterable[str], prefix: str) -> str:
+    """The field that a message is about: of the row's own, that which it names first."""
     places = {name: message.find(name) for name in own}
     named = [name for name, place in places.items() if place >= 0]
     return f"{prefix}.{min(named, key=lambda name: (places[name], -len(name)))}" if named else prefix

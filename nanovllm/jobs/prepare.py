@@ -11,7 +11,7 @@ from nanovllm.engine.chat import ChatRenderer, check_conversations
 from nanovllm.engine.inputs import InputProcessor
 from nanovllm.jobs.errors import JobError, RowError
 from nanovllm.jobs.formats import RowFormat, RowRequest
-from nanovllm.jobs.params import RowParams
+from nanovllm.jobs.params import RowParams, field_of
 from nanovllm.jobs.readers import Row
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,12 +26,14 @@ class PreparedRow:
     """A row that is ready for the engine.
 
     Attributes:
+        params_place: where in the row its params are.
         grammar: what its constraint is compiled to, or will be; None if it has none.
     """
 
     row: Row
     token_ids: "array[int]"
     params: SamplingParams
+    params_place: str
     grammar: "Future[Any] | None"
 
 
@@ -88,7 +90,8 @@ class Preparer:
         except ImportError as error:
             raise JobError(str(error)) from error
         except ValueError as error:
-            raise _row_error(request.params_place, error) from error
+            place = field_of(str(error), request.params, request.params_place)
+            raise _row_error(place, error) from error
         return _Parsed(row, request, params, prepared.grammar, self._text_of(request))
 
     def _text_of(self, request: RowRequest) -> str | None:
@@ -132,7 +135,7 @@ class Preparer:
             (checked,) = self._inputs.process_prompts([token_ids])
         except (TypeError, ValueError) as error:
             return BadRow(parsed.row, _row_error(parsed.request.place, error))
-        return PreparedRow(parsed.row, checked, parsed.params, parsed.grammar)
+        return PreparedRow(parsed.row, checked, parsed.params, parsed.request.params_place, parsed.grammar)
 
 
 def check_rows(rows: Iterable[Row], preparer: Preparer) -> Iterator[PreparedRow | BadRow]:
@@ -150,7 +153,9 @@ def grammar_error(prepared: PreparedRow) -> RowError | None:
         return None
     error = prepared.grammar.exception()
     constraint = prepared.params.constraint
-    return None if error is None or constraint is None else RowError(constraint.kind, str(error))
+    if error is None or constraint is None:
+        return None
+    return RowError(f"{prepared.params_place}.{constraint.kind}", str(error))
 
 
 def _row_error(field: str, error: Exception) -> RowError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.jobs.engine import JobEngine
-from nanovllm.jobs.errors import JobError, RowError
+from nanovllm.jobs.errors import JobError, RowError, one_line
 from nanovllm.jobs.formats import RowFormat
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.prepare import BadRow, PreparedRow, Preparer, check_rows, grammar_error
@@ -69,8 +69,8 @@ def check_job(job: Job) -> int:
 
 
 def locate(job: Job, row: Row, error: RowError) -> str:
-    """The error with file, line and field."""
-    return f"{job.input.path}:{row.line}: {error}"
+    """The error with file, line and field, on one line."""
+    return one_line(f"{job.input.path}:{row.line}: {error}")
 
 
 def _load(job: Job) -> JobEngine:

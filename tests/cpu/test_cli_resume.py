@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.command_line import ENVIRONMENT, cli, command, read_rows, run_args, write_rows
+from tests.cpu.command_line import ENVIRONMENT, cli, command, here, read_rows, run_args, write_rows
 
 NUM_KILLS = int(os.environ.get("NANOVLLM_TEST_KILLS", "3"))
 SLOW = ("--max-num-seqs", 2, "--max-tokens", 100, "--ignore-eos")
@@ -75,18 +75,18 @@ def test_killed_again_and_again(byte_llama: Path, tmp_path: Path) -> None:
     assert _tokens(output) == _tokens(whole)
 
 
-def test_seed_is_drawn_once(byte_llama: Path, tmp_path: Path) -> None:
+def test_seed_is_drawn_once(byte_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --seed, a row that is computed again has the same tokens: the seed is kept with the job."""
     source, output = write_rows(tmp_path / "in.txt", ["same"] * 6), tmp_path / "out.jsonl"
     args = run_args(byte_llama, source, output, "--max-tokens", 20)
-    cli(*args)
+    here(capsys, *args)
     first = _tokens(output)
     assert len({record["output"]["text"] for record in first}) > 1
     kept = sorted(output.read_bytes().splitlines(keepends=True))[::2]
     output.write_bytes(b"".join(kept))
-    assert "3 rows in" in cli(*args, "--resume").stderr
+    assert "3 rows in" in here(capsys, *args, "--resume")
     assert _tokens(output) == first
-    assert "all 6 rows are done" in cli(*args, "--resume").stderr
+    assert "all 6 rows are done" in here(capsys, *args, "--resume")
 
 
 def test_sigterm(byte_llama: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_sigterm(byte_llama: Path, tmp_path: Path) -> None:
     assert 2 <= len(read_rows(output)) < 60
 
 
-def test_full_disk(byte_llama: Path, tmp_path: Path) -> None:
+def test_full_disk(byte_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line of an error; the file has whole lines only, and the job can go on when there is room."""
     source, output = write_rows(tmp_path / "in.txt", [f"row {index}" for index in range(30)]), tmp_path / "out.jsonl"
     args = run_args(byte_llama, source, output, "--max-tokens", 5, "--max-num-seqs", 2)
@@ -113,10 +113,10 @@ def test_full_disk(byte_llama: Path, tmp_path: Path) -> None:
     assert error == [f"nanovllm: error: {output}: can't write results: File too large; {hint}"]
     num_written = len(read_rows(output))
     assert 0 < num_written < 30
-    cli(*args, "--resume")
+    here(capsys, *args, "--resume")
     assert [record["index"] for record in read_rows(output)] == list(range(30))
 
-    error = cli(*run_args(byte_llama, source, "/dev/full"), status=1).stderr.splitlines()
+    error = here(capsys, *run_args(byte_llama, source, "/dev/full"), status=1).splitlines()
     assert error == ["nanovllm: error: /dev/full: can't write results: No space left on device"]
 
 
@@ -133,18 +133,18 @@ def test_closed_pipe(byte_llama: Path, tmp_path: Path) -> None:
     assert error == "nanovllm: error: standard output: nobody reads it any more (Broken pipe)\n"
 
 
-def test_refusals(byte_llama: Path, tmp_path: Path) -> None:
+def test_refusals(byte_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is overwritten, and no job goes on with another's results; a mere engine setting is a warning."""
     source, output = write_rows(tmp_path / "in.txt", ["a", "b", "c"]), tmp_path / "out.jsonl"
     args = run_args(byte_llama, source, output, "--max-tokens", 3, "--seed", 1)
-    cli(*args)
-    assert "exists already; --resume goes on with it" in cli(*args, status=1).stderr
+    here(capsys, *args)
+    assert "exists already; --resume goes on with it" in here(capsys, *args, status=1)
     content = output.read_bytes()
     output.write_bytes(b"".join(content.splitlines(keepends=True)[:2]))
     half = output.read_bytes()
 
     def refusal(*more: object) -> str:
-        error = cli(*args, "--resume", *more, status=1).stderr
+        error = here(capsys, *args, "--resume", *more, status=1)
         assert error.startswith(f"nanovllm: error: {output}") and error.count("\n") == 1
         assert output.read_bytes() == half
         return error
@@ -169,17 +169,17 @@ def test_refusals(byte_llama: Path, tmp_path: Path) -> None:
     assert f"{output}:2: not a result of this job" in refusal()
 
     output.write_bytes(content.splitlines(keepends=True)[0])
-    warning = cli(*args, "--resume", "--max-num-seqs", 7).stderr
+    warning = here(capsys, *args, "--resume", "--max-num-seqs", 7)
     assert "was begun with other settings: max_num_seqs was null, is 7" in warning
     assert len(read_rows(output)) == 3
 
 
-def test_lock_ends_with_its_process(byte_llama: Path, tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(byte_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """While somebody holds the file, the job is refused; a moment later it isn't."""
     source, output = write_rows(tmp_path / "in.txt", ["a"]), tmp_path / "out.jsonl"
     args = run_args(byte_llama, source, output, "--resume")
     with output.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "another process is writing to it" in cli(*args, status=1).stderr
-    cli(*args)
+        assert "another process is writing to it" in here(capsys, *args, status=1)
+    here(capsys, *args)
     assert len(read_rows(output)) == 1
