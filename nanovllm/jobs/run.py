@@ -105,9 +105,17 @@ class _Loop:
         if not self._ready and not self._is_read and not self.engine.is_full:
             self._prepare()
         while self._ready and not self.engine.is_full:
-            self.engine.add(self._ready.pop())
+            self._add(self._ready.pop())
         if self.engine.num_rows:
             self._write(*self.engine.step())
+
+    def _add(self, prepared: PreparedRow) -> None:
+        try:
+            self.engine.add(prepared)
+        except ValueError as error:  # a constraint that takes long to compile has turned out to be wrong
+            found = grammar_error(prepared) or RowError(None, str(error))
+            self.results.append([self._failed(prepared.row, found)])
+            self.progress.update(None, 0, 1)
 
     def _prepare(self) -> None:
         chunk = self.preparer.prepare(self.rows, self.engine.max_rows)

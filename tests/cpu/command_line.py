@@ -12,7 +12,8 @@ import pytest
 from nanovllm.cli import main
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
 ENGINE = ("--device", "cpu", "--kvcache-block-size", "16", "--num-kvcache-blocks", "128")
 
 

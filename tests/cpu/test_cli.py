@@ -14,6 +14,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm import cli as command_line
 from nanovllm.config import Config
+from nanovllm.engine.grammar_compiler import GrammarCompiler
 from nanovllm.jobs.engine import JobEngine
 from nanovllm.jobs.params import NOT_IN_FILES, row_seed
 from tests.checkpoints import save_byte_tokenizer, save_random_model, write_json
@@ -100,9 +101,9 @@ BAD = {
     '{"prompt": "x", "sampling_params": {"max_tokens": "9"}}': ("sampling_params.max_tokens", "must be an int"),
     '{"prompt": "x", "sampling_params": {"stop_token_ids": [999]}}': ("sampling_params", "stop token 999 is outside"),
     '{"prompt": "x", "sampling_params": {"regex": "("}}': ("sampling_params.regex", "unclosed group"),
-    '{"prompt": "x", "sampling_params": {"json_schema": {"type": "number", "multipleOf": -1}}}': (
+    '{"prompt": "x", "sampling_params": {"json_schema": {"type": "foo"}}}': (
         "sampling_params.json_schema",
-        "",
+        "json_schema can't be used",
     ),
 }
 
@@ -129,6 +130,24 @@ def test_bad_rows(chat_llama: Path, tmp_path: Path) -> None:
     *problems, summary = dry.stdout.splitlines()
     assert problems == [record["error"]["message"] for record in records[::2]]
     assert summary.startswith(f"{source}: {len(records)} rows, {len(wanted)} of them bad")
+
+
+def test_constraint_that_compiles_slowly(
+    chat_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody waits for it, and what is wrong with it comes out when the row is queued, or later."""
+    defaults = {**GrammarCompiler.__init__.__kwdefaults__, "patience": 0.0}
+    monkeypatch.setattr(GrammarCompiler.__init__, "__kwdefaults__", defaults)
+    rows = [{"prompt": "x", "sampling_params": {"regex": f"{index}("}} for index in range(5)]
+    source, output = write_rows(tmp_path / "in.jsonl", [*rows, {"prompt": "x"}]), tmp_path / "out.jsonl"
+    here(capsys, *run_args(chat_llama, source, output, "--max-num-seqs", 1, "--max-tokens", 3))
+    records = read_rows(output)
+    for index, record in enumerate(records[:5]):
+        start = f"{source}:{index + 1}: sampling_params.regex: regex can't be used: "
+        assert record["error"]["message"].startswith(start)
+    assert "output" in records[5]
+    error = here(capsys, "run", source, "--model", chat_llama, "--dry-run", status=1)
+    assert not error
 
 
 def test_dry_run_needs_no_weights(chat_llama: Path, tmp_path: Path) -> None:
