@@ -37,7 +37,6 @@ class JobSettings:
         resume: go on with an output file.
         fail_fast: end with the first row that can't be completed.
         show_progress: on standard error.
-        report: path of an HTML file about the run, or None.
     """
 
     input: str
@@ -54,7 +53,6 @@ class JobSettings:
     resume: bool = False
     fail_fast: bool = False
     show_progress: bool = True
-    report: str | None = None
 
 
 class Job:

@@ -23,10 +23,11 @@ class JobProgress:
         self._num_shown = num_done
         self._num_done = num_done
         self._start = self._last_refresh = time.perf_counter()
+        self._end: float | None = None
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._start
+        return (self._end or time.perf_counter()) - self._start
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,5 +55,6 @@ class JobProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end = time.perf_counter()
         self._refresh()
         self._bar.close()
