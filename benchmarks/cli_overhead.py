@@ -30,7 +30,7 @@ params = SamplingParams(max_tokens=int(max_tokens), ignore_eos=True, seed=0)
 llm.generate(prompts, params, use_tqdm=False)
 print(time.perf_counter() - started)
 """
-_WORDS = [
+_WORDS = ("the", "a", "of", "time", "people", "river", "stone", "light", "under", "over", "quick", "slow", "paper")
     "the",
     "a",
     "of",

@@ -5,6 +5,7 @@ import datetime
 import gzip
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from nanovllm.engine.grammar_compiler import GrammarCompiler
 from nanovllm.jobs.engine import JobEngine
 from nanovllm.jobs.params import NOT_IN_FILES, row_seed
 from tests.checkpoints import save_byte_tokenizer, save_random_model, write_json
-from tests.cpu.command_line import ENGINE, ENVIRONMENT, cli, command, here, read_rows, run_args, write_rows
+from tests.cpu.command_line import ENGINE, ENVIRONMENT, ROOT, cli, command, here, read_rows, run_args, write_rows
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -353,6 +354,21 @@ def test_info(byte_llama: Path) -> None:
     assert int(facts["fits"].split()[0].replace(",", "")) > 100_000
     error = cli("info", byte_llama / "nothing", status=1).stderr
     assert error.startswith("nanovllm: error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/jobs.md"])
+def test_commands_of_the_docs(
+    page: str, chat_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They run as they stand, with another model in the place of its path."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "x"}, {"messages": [{"role": "user", "content": "hi"}]}])
+    lines = re.findall(r"^nanovllm (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        words = line.replace("path/to/Qwen3-0.6B", str(chat_llama)).split()
+        here(capsys, *words, *(ENGINE if words[0] == "run" else ("--device", "cpu")))
+    assert len(read_rows(tmp_path / "results.jsonl")) == 2
 
 
 def test_engine_flags_are_used(byte_llama: Path, tmp_path: Path) -> None:
