@@ -31,25 +31,6 @@ llm.generate(prompts, params, use_tqdm=False)
 print(time.perf_counter() - started)
 """
 _WORDS = ("the", "a", "of", "time", "people", "river", "stone", "light", "under", "over", "quick", "slow", "paper")
-    "the",
-    "a",
-    "of",
-    "time",
-    "people",
-    "river",
-    "stone",
-    "light",
-    "under",
-    "over",
-    "quick",
-    "slow",
-    "between",
-    "house",
-    "number",
-    "small",
-    "green",
-    "paper",
-]
 
 
 def main() -> None:
