@@ -1,82 +1,8 @@
-"""Output throughput on nano-vLLM's own workload: 256 requests, prompts and outputs of 100 to 1024 tokens.
+"""`python bench.py` is the command `nanovllm bench`, from a checkout."""
 
-`python bench.py --model PATH` on a GPU; on a laptop, `python bench.py --num-seqs 16 --max-len 128`.
-A full warm-up pass with other token ids comes first, so that nothing is measured twice or found in the cache.
-The last line is JSON.
-"""
+import sys
 
-import argparse
-import json
-import statistics
-import time
-
-from benchmarks.workloads import Request, describe_environment, mixed_requests, with_other_tokens
-from nanovllm import LLM, SamplingParams
-from nanovllm.utils.demo import demo_model
-
-
-def main() -> None:
-    args = parse_args()
-    lens = (min(100, args.max_len), args.max_len)
-    requests = mixed_requests(args.num_seqs, lens, lens, seed=0)
-    started = time.perf_counter()
-    with LLM(
-        args.model or demo_model(),
-        max_model_len=4096,
-        enforce_eager=args.enforce_eager,
-        load_format=args.load_format,
-        device=args.device,
-        dtype=args.dtype,
-    ) as llm:
-        startup = time.perf_counter() - started
-        run(llm, with_other_tokens(requests, seed=1), args.temperature)
-        seconds = []
-        for repeat in range(args.repeats):
-            # Other ids each time: the cache of one pass must not help the next.
-            seconds.append(run(llm, with_other_tokens(requests, seed=2 + repeat), args.temperature))
-        backend = llm.runner.attention_name
-    num_output = sum(request.max_tokens for request in requests)
-    rates = [num_output / s for s in seconds]
-    result = {
-        "workload": f"{args.num_seqs} requests of {lens[0]}..{lens[1]} tokens in and out",
-        "output_tokens": num_output,
-        "prompt_tokens": sum(len(request.prompt) for request in requests),
-        "output_tokens_per_second": round(statistics.median(rates), 1),
-        "slowest_and_fastest": [round(min(rates), 1), round(max(rates), 1)],
-        "startup_seconds": round(startup, 2),
-        "attention_backend": backend,
-        **describe_environment(),
-    }
-    for key, value in result.items():
-        print(f"{key:>26}: {value}")
-    print(json.dumps(result))
-
-
-def run(llm: LLM, requests: list[Request], temperature: float) -> float:
-    """Seconds to complete the requests."""
-    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.max_tokens) for r in requests]
-    started = time.perf_counter()
-    llm.generate([request.prompt for request in requests], params)
-    return time.perf_counter() - started
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory, .gguf file or hub id; default: the demo model")
-    parser.add_argument("--num-seqs", type=int, default=256)
-    parser.add_argument("--max-len", type=int, default=1024, help="longest prompt, and longest output")
-    parser.add_argument("--repeats", type=int, default=3, help="timed passes after the warm-up; the median counts")
-    parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--load-format", default="auto", help="dummy: random weights, a config.json is enough")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    args = parser.parse_args()
-    for name in ("num_seqs", "max_len", "repeats"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    return args
-
+from nanovllm.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -24,8 +24,9 @@ NUM_STEPS = 30
 
 def main() -> None:
     args = parse_args()
+    parallel = {"tensor_parallel_size": args.tensor_parallel_size}
     started = time.perf_counter()
-    llm = LLM(str(shape_folder(args.shape)), load_format="dummy", max_num_seqs=max(args.batch))
+    llm = LLM(str(shape_folder(args.shape)), load_format="dummy", max_num_seqs=max(args.batch), **parallel)
     result: dict[str, object] = {"startup_s": round(time.perf_counter() - started, 2), "shape": args.shape}
     for batch in args.batch:
         result[f"batch {batch}"] = measure(llm, batch, args)
@@ -79,6 +80,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 16])
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-p", type=float, default=1.0)

@@ -54,9 +54,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     args = parse_args()
+    for name in [name for name in VARIANTS if args.variant and name not in (PLAIN, *args.variant)]:
+        del VARIANTS[name]
     if importlib.util.find_spec("llguidance") is None:
         print("json schema: left out, llguidance is not installed")
-        del VARIANTS["json schema"]
+        VARIANTS.pop("json schema", None)
     if args.shape:
         folder = shape_folder(args.shape)
         save_tokenizer(folder)
@@ -155,6 +157,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--variant", nargs="+", choices=list(VARIANTS), help="only these, beside plain requests")
     parser.add_argument("--device", default="auto")
     return parser.parse_args()
 

@@ -21,6 +21,10 @@ class DeviceRates:
     bytes_per_second: float
     flops_per_second: float
 
+    def of_devices(self, number: int) -> "DeviceRates":
+        """Those of several that share the work without losing anything over it."""
+        return DeviceRates(number * self.bytes_per_second, number * self.flops_per_second)
+
 
 @dataclass(frozen=True)
 class Bound:

@@ -35,7 +35,8 @@ Pass = dict[str, float]
 def main() -> None:
     args = parse_args()
     model = str(shape_folder(args.shape)) if args.shape else args.model or demo_model()
-    result: dict[str, Any] = {"shape": args.shape or model, "temperature": args.temperature, **describe_environment()}
+    settings = {name: getattr(args, name) for name in ("temperature", "tensor_parallel_size")}
+    result: dict[str, Any] = {"shape": args.shape or model, **settings, **describe_environment()}
     for engine in args.engine:
         for name, figures in ENGINES[engine](model, args):
             print(f"{engine} {name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
@@ -58,10 +59,11 @@ def run_nanovllm(model: str, args: argparse.Namespace) -> Iterator[tuple[str, di
             max_num_seqs=job.max_num_seqs,
             enforce_eager=args.enforce_eager,
             attention_backend=args.attention_backend,
+            tensor_parallel_size=args.tensor_parallel_size,
             load_format="dummy" if args.shape else "auto",
         ) as llm:
             is_gpu = llm.runner.device.type == "cuda"
-            rates = measure_rates(llm.runner.device, llm.runner.dtype)
+            rates = measure_rates(llm.runner.device, llm.runner.dtype).of_devices(args.tensor_parallel_size)
             limit = bound(job.make(0), llm.runner.model.spec, llm.runner.dtype, rates, job.max_num_seqs)
             num_output = sum(request.max_tokens for request in job.make(0))
             print(
@@ -249,6 +251,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 

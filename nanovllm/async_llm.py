@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from nanovllm.engine.inputs import Prompt
-from nanovllm.engine.outputs import OutputDelta, RequestOutput
+from nanovllm.engine.outputs import OutputDelta, RequestOutput, ResultError
 from nanovllm.engine.streaming import RequestStream
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -212,12 +212,15 @@ class _Driver:
             if request.loop.is_closed():  # and nobody is left to cancel it
                 self._abort(request)
         try:
-            finished = self._llm.step().finished
-            for seq_id, output in finished.items():
+            try:
+                results: dict[int, Any] = {**self._llm.step().finished}
+            except ResultError as error:
+                results = {error.seq_id: error}
+            for seq_id, result in results.items():
                 if seq_id in self._by_seq_id:  # else it was aborted
                     request = self._by_seq_id.pop(seq_id)
                     del self._seq_ids[request]
-                    self._mail[request.loop].append((request, output))
+                    self._mail[request.loop].append((request, result))
             for request, stream in list(self._streams.items()):
                 try:
                     self._take(request, stream)

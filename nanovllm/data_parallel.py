@@ -14,7 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.child_process import WorkerError
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import Prompt, RequestParams
-from nanovllm.engine.outputs import RequestOutput
+from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.engine.placement import place_replicas
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.replica import Request, pack_params
@@ -27,7 +27,7 @@ from nanovllm.sampling_params import SamplingParams
 
 class DataParallelLLM(LLM):
     """Several engines as one: `generate`, `chat` and `score` of `LLM`, and for whoever has prompts one after the other,
-    `submit` and `collect`. Streams and `step` belong to a single engine."""
+    `submit` and `collect`, or `add_request` and `step`. Streams belong to a single engine."""
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = config = Config.from_kwargs(model, **kwargs)
@@ -43,11 +43,9 @@ class DataParallelLLM(LLM):
 
     __init__.__doc__ = LLM.__init__.__doc__
 
-    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queues one request and returns its id, under which `collect` gives the result. Raises like `generate`.
-
-        Any number may be queued; to hold back what is not needed yet, look at `wants_more`.
-        """
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queues one request and returns its id, under which `step` or `collect` gives the result. Raises like
+        `generate`. Any number may be queued; `wants_more` says whether that is of any use."""
         self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (prepared,) = self.inputs.process_params(sampling_params, 1)
@@ -55,6 +53,28 @@ class DataParallelLLM(LLM):
         request_id = self._add(token_ids, prepared, packed)
         self._replicas.hand_out()
         return request_id
+
+    submit = add_request
+
+    def step(self) -> StepOutput:
+        """Waits until a replica says something, and returns what has finished. The numbers of computed tokens are those
+        of all replicas since the last step; the tokens become known when their request has finished.
+
+        Raises:
+            WorkerError: a replica has died for the second time. The engine is closed then.
+        """
+        self.check_open()
+        replicas, output = self._replicas, StepOutput()
+        num_prefill, num_decode = replicas.num_prefill_tokens, replicas.num_decode_tokens
+        if replicas.num_unfinished:
+            self._poll(0.0 if replicas.finished else None)
+        output.num_prefill_tokens = replicas.num_prefill_tokens - num_prefill
+        output.num_decode_tokens = replicas.num_decode_tokens - num_decode
+        output.finished, replicas.finished = replicas.finished, {}
+        for request_id, result in output.finished.items():
+            for index, sample in enumerate(result.get("samples", [result])):
+                output.new_token_ids[request_id + index] = sample["token_ids"]
+        return output
 
     def collect(self, timeout: float | None = None) -> dict[int, RequestOutput]:
         """Waits until any submitted request has finished, or for `timeout` seconds, and returns all that have.
@@ -98,28 +118,18 @@ class DataParallelLLM(LLM):
 
     exit = close
 
-    def add_request(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("add_request", "submit")
-
-    def step(self) -> NoReturn:
-        self._refuse("step", "collect")
-
     def stream(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("stream", "submit and collect")
-
-    def open_stream(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("open_stream", "submit and collect")
-
-    def _refuse(self, name: str, instead: str) -> NoReturn:
         size = self.config.data_parallel_size
-        raise NotImplementedError(f"{name} needs data_parallel_size=1, and it is {size}: use {instead}")
+        raise NotImplementedError(f"streams need data_parallel_size=1, and it is {size}")
+
+    open_stream = stream
 
     def _add(self, prompt: Any, prepared: RequestParams, packed: bytes) -> int:
         params = prepared.params
         num_prompt_tokens = len(prompt.token_ids) if isinstance(prompt, ScoredIds) else len(prompt)
         num_tokens = params.n * self.inputs.max_total_tokens(num_prompt_tokens, params.max_tokens)
         request = Request(self._next_id, prompt, packed, self.requests.seed_of(params))
-        self._next_id += 1
+        self._next_id += params.n  # sample i of a request is id + i
         self._replicas.add(Task(request, num_tokens, params.n))
         return request.request_id
 
@@ -136,28 +146,24 @@ class DataParallelLLM(LLM):
         """As of one engine, where `make` and `output_of` are called by the replicas' engines."""
         packed = pack_params(feed.params)
         first_id = self._next_id
+        indices: dict[int, int] = {}  # of unfinished requests
         outputs: list[Any] = [None] * feed.num_prompts
-        num_missing = feed.num_prompts
         try:
             with ProgressBar(feed.num_prompts, enabled=use_tqdm) as progress:
-                while num_missing:
+                while indices or not feed.is_taken:
                     feed.encode_chunk()
-                    while feed.can_take and self._replicas.wants_more:
-                        self._add(*feed.take(), packed[self._next_id - first_id])
-                    num_finished = self._advance(progress, first_id, outputs, None if feed.is_encoded else 0.0)
-                    num_missing -= num_finished
-        finally:
-            if num_missing:
-                self._replicas.forget(range(first_id, self._next_id))
+                    while feed.can_take and self.wants_more:
+                        index = feed.num_taken
+                        indices[self._add(*feed.take(), packed[index])] = index
+                    replicas = self._replicas
+                    num_prefill, num_decode = replicas.num_prefill_tokens, replicas.num_decode_tokens
+                    self._poll(None if feed.is_encoded else 0.0)
+                    own = [request_id for request_id in replicas.finished if request_id in indices]
+                    for request_id in own:
+                        outputs[indices.pop(request_id)] = replicas.finished.pop(request_id)
+                    num_prefill = replicas.num_prefill_tokens - num_prefill
+                    progress.update(num_prefill, replicas.num_decode_tokens - num_decode, len(own))
+        except BaseException:
+            self._replicas.forget(range(first_id, self._next_id))
+            raise
         return outputs
-
-    def _advance(self, progress: ProgressBar, first_id: int, outputs: list[Any], timeout: float | None) -> int:
-        """Waits for replicas, takes over results of this call, and counts them."""
-        replicas = self._replicas
-        num_prefill, num_decode = replicas.num_prefill_tokens, replicas.num_decode_tokens
-        self._poll(timeout)
-        own = [request_id for request_id in replicas.finished if request_id >= first_id]
-        for request_id in own:
-            outputs[request_id - first_id] = replicas.finished.pop(request_id)
-        progress.update(replicas.num_prefill_tokens - num_prefill, replicas.num_decode_tokens - num_decode, len(own))
-        return len(own)

@@ -81,7 +81,7 @@ class SamplingParams:
         choice: the output is one of these strings.
         grammar: the output is a sentence of this context-free grammar, in Lark's syntax.
             At most one of the four can be set, and neither bad_words nor allowed_token_ids with it. They need
-            `pip install nanovllm[structured]`.
+            `pip install llguidance`.
     """
 
     temperature: float = 1.0

@@ -38,20 +38,24 @@ class PromptFeed:
         self.params = params
         self._encode = encode
         self._num_encoded = 0
-        self._num_taken = 0
+        self.num_taken = 0
 
     @property
     def can_take(self) -> bool:
-        return self._num_taken < self._num_encoded
+        return self.num_taken < self._num_encoded
 
     @property
     def is_encoded(self) -> bool:
         return self._num_encoded == self.num_prompts
 
+    @property
+    def is_taken(self) -> bool:
+        return self.num_taken == self.num_prompts
+
     def take(self) -> tuple[Any, RequestParams]:
         """Token ids (what `encode` gave) and params of the next prompt; the caller has asked `can_take`."""
-        index = self._num_taken
-        self._num_taken += 1
+        index = self.num_taken
+        self.num_taken += 1
         token_ids, self._prompts[index] = self._prompts[index], None
         return token_ids, self.params[index]
 

@@ -4,7 +4,7 @@ The grammar library is llguidance (docs/structured_output.md compares it with ot
 
     grammar = compiler.compile(params.constraint)            # a future; equal constraints are compiled once
     matcher = grammar.result().start(stop_ids, min_tokens)   # one a sequence
-    masks = fill_bitmasks([matcher, ...])                    # before a token of each is sampled
+    masks = MaskFilling([matcher, ...]).result()             # before a token of each is sampled
     matcher.accept(token_id)                                 # after it was
 """
 
@@ -115,7 +115,7 @@ def _make_vocabulary(tokenizer: Any | None, num_ids: int, eos_token_ids: frozens
     try:
         from llguidance.hf import from_tokenizer
     except ImportError as error:
-        raise ImportError("constrained output needs llguidance: pip install 'nanovllm[structured]'") from error
+        raise ImportError("constrained output needs llguidance: pip install llguidance") from error
     num_ids = max(num_ids, 1 + max(tokenizer.get_vocab().values()))
     end_ids = [id for id in [*sorted(eos_token_ids), *tokenizer.all_special_ids] if id < num_ids]
     if not end_ids:

@@ -2,7 +2,9 @@
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -15,10 +17,14 @@ if TYPE_CHECKING:
 
 _BITS = 32  # token ids of a word of a mask
 _ALL = 0xFFFFFFFF  # a word that allows all of them
-_MOST_THREADS = 8
+_MOST_THREADS = 4
 
 # Makes an array of two sizes, its contents undefined.
 Allocate = Callable[[int, int], npt.NDArray[np.int32]]
+
+
+def new_array(*shape: int) -> npt.NDArray[np.int32]:
+    return np.empty(shape, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -55,20 +61,17 @@ class Matcher:
         self._end_ids = frozenset(filter(vocabulary.is_textless, self._stop_ids))
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._has_ended = False
-
-    @property
-    def is_terminated(self) -> bool:
-        """Whether no token may follow: the output is complete and can't be extended, an end token came, or `error`."""
-        return self._has_ended or self.error is not None or self.state.is_stopped()
+        # Whether no token may follow: the output is complete and can't be extended, an end token came, or `error`.
+        self.is_terminated = False
 
     def accept(self, token_id: int) -> bool:
         """Moves past a sampled token. False if the grammar doesn't allow it; `error` then says so."""
         self._num_tokens += 1
-        self._has_ended = token_id in self._end_ids
-        if not (self._has_ended and self.state.is_accepting()):  # a grammar can name an end token, too
+        is_end = token_id in self._end_ids
+        if not (is_end and self.state.is_accepting()):  # a grammar can name an end token, too
             self.state.consume_token(token_id)
-        self._take_error()
+        self._take_state()
+        self.is_terminated |= is_end
         return self.error is None
 
     def settle(self, words: npt.NDArray[np.uint32], may_end: bool, is_empty: bool) -> None:
@@ -79,9 +82,9 @@ class Matcher:
             may_end: whether it had that.
             is_empty: whether it has no other.
         """
-        self._take_error()
+        self._take_state()
         if is_empty and not self.is_terminated:
-            self._has_ended = may_end
+            self.is_terminated = True
             self.error = None if may_end else "the grammar allows none of the model's tokens here"
         if self.is_terminated:
             words.fill(_ALL)
@@ -94,42 +97,69 @@ class Matcher:
             if not words.any():  # the grammar goes before min_tokens
                 words[:] = before
 
-    def _take_error(self) -> None:
+    def _take_state(self) -> None:
+        """Not while a mask is filled in another thread: the library would refuse."""
         if self.error is None and self.state.is_error():
             self.error = _reason(self.state.get_error())
+        self.is_terminated |= self.error is not None or self.state.is_stopped()
 
 
-def new_array(*shape: int) -> npt.NDArray[np.int32]:
-    return np.empty(shape, dtype=np.int32)
+class MaskFilling:
+    """Masks that are being filled: which tokens may come next, bit i % 32 of word i // 32 for token i.
 
-
-def fill_bitmasks(matchers: Sequence[Matcher], allocate: Allocate = new_array) -> npt.NDArray[np.int32]:
-    """Which tokens may come next: [len(matchers), ceil(num_ids / 32)], bit i % 32 of word i // 32 for token i.
-
-    A matcher can find out here that it is terminated; to it all are allowed, since the token concerns nobody. Fills in
-    several threads.
-
-    Args:
-        allocate: makes the array of a shape; its rows are contiguous.
+    Other threads begin with it as soon as this exists, without the GIL. Until `result` the matchers are theirs.
     """
+
+    def __init__(self, matchers: Sequence[Matcher | None], allocate: Allocate = new_array) -> None:
+        """One mask a matcher, of which there is one at least; in the place of None, as of one that is terminated, all
+        tokens are allowed, since the token concerns nobody.
+
+        Args:
+            allocate: makes the array of the masks; its rows are contiguous.
+        """
+        self._matchers = matchers
+        self._vocabulary = next(matcher.vocabulary for matcher in matchers if matcher is not None)
+        self._masks = allocate(len(matchers), -(-self._vocabulary.num_ids // _BITS))
+        live = [(m.state, row) for row, m in enumerate(matchers) if m is not None and not m.is_terminated]
+        started = threading.Event()
+        self._filled = _filler().submit(_fill, live, self._masks, started)
+        started.wait()  # hands over the GIL, which the thread would get some milliseconds later else
+
+    def result(self) -> npt.NDArray[np.int32]:
+        """[len(matchers), ceil(num_ids / 32)]. A matcher can find out here that it is terminated. Call it once."""
+        self._filled.result()
+        words = self._masks.view(np.uint32)
+        # The library allows its own end token exactly where the output may end.
+        end_id = self._vocabulary.end_id
+        column, end_bit = end_id // _BITS, np.uint32(1 << end_id % _BITS)
+        may_end = (words[:, column] & end_bit) != 0
+        words[:, column] &= ~end_bit
+        is_empty = words.max(axis=1) == 0
+        for matcher, row, *found in zip(self._matchers, words, may_end.tolist(), is_empty.tolist(), strict=True):
+            if matcher is None:
+                row.fill(_ALL)
+            else:
+                matcher.settle(row, *found)
+        return self._masks
+
+
+def fill_bitmasks(matchers: Sequence[Matcher]) -> npt.NDArray[np.int32]:
+    """Masks of what may come next; see `MaskFilling`."""
+    return MaskFilling(matchers).result() if matchers else np.zeros((0, 0), dtype=np.int32)
+
+
+def _fill(live: list[tuple["LLMatcher", int]], masks: npt.NDArray[np.int32], started: threading.Event) -> None:
+    started.set()
     from llguidance.numpy import fill_next_token_bitmask_par
 
-    if not matchers:
-        return np.zeros((0, 0), dtype=np.int32)
-    vocabulary = matchers[0].vocabulary
-    masks = allocate(len(matchers), -(-vocabulary.num_ids // _BITS))
-    live = [(matcher.state, row) for row, matcher in enumerate(matchers) if not matcher.is_terminated]
     if live:
         fill_next_token_bitmask_par(_executor(), live, masks)
-    words = masks.view(np.uint32)
-    # The library allows its own end token exactly where the output may end.
-    column, end_bit = vocabulary.end_id // _BITS, np.uint32(1 << vocabulary.end_id % _BITS)
-    may_end = (words[:, column] & end_bit) != 0
-    words[:, column] &= ~end_bit
-    is_empty = words.max(axis=1) == 0
-    for matcher, row, *found in zip(matchers, words, may_end.tolist(), is_empty.tolist(), strict=True):
-        matcher.settle(row, *found)
-    return masks
+
+
+@cache
+def _filler() -> ThreadPoolExecutor:
+    """The thread that waits for those that fill masks."""
+    return ThreadPoolExecutor(1, thread_name_prefix="nanovllm-masks")
 
 
 @cache

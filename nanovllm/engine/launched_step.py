@@ -1,13 +1,13 @@
 """A step between its launch and the reading of its tokens, and what those mean for the masks of the next one."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.batch import PackedBatch
-from nanovllm.engine.grammar_matcher import Allocate, Matcher, fill_bitmasks, new_array
+from nanovllm.engine.grammar_matcher import Allocate, MaskFilling, Matcher, fill_bitmasks
 from nanovllm.engine.outputs import StepOutput
 from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import Sequence
@@ -18,30 +18,60 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LaunchedStep:
-    """A batch whose computation was launched.
+    """A batch whose computation was launched; if it has constrained rows, only up to its logits at first.
 
     Attributes:
         constrained: its sampled sequences that have a constraint, in the order of their rows of logits.
-        token_ids: of its sampled sequences, once they have been read.
+        handle: of its results; None until its sampling is launched.
+        masks: of the constrained rows, from when the tokens of the step before are known. None if there are none, or
+            their tokens concern nobody any more.
+        ended: seq_id -> finish reason of sequences that take no token of this step, as their matchers have found.
     """
 
     batch: ScheduledBatch
-    handle: StepHandle
     constrained: list[Sequence]
-    token_ids: list[int] | None = None
+    handle: StepHandle | None
+    masks: MaskFilling | None = None
+    ended: dict[int, str] = field(default_factory=dict)
+
+    def take_masks(self) -> npt.NDArray[np.int32] | None:
+        """What `masks` are. That a sequence was complete before can show only here."""
+        if self.masks is None:
+            return None
+        masks = self.masks.result()
+        for seq in self.constrained:
+            self._note_end(seq)
+        return masks
 
     def read(self) -> list[int]:
-        """The tokens of the sampled sequences; waits for them the first time."""
-        if self.token_ids is None:
-            self.token_ids = self.handle.read()
-        return self.token_ids
+        """The tokens of the sampled sequences; waits for them."""
+        assert self.handle is not None
+        return self.handle.read()
 
-    def report_tokens(self, output: StepOutput) -> dict[int, str]:
-        """Shows the tokens to who follows them, before the scheduler takes them; returns the stop strings that they
-        complete in the texts, by seq_id."""
+    def accept_tokens(self, token_ids: list[int]) -> list[Sequence]:
+        """Moves the matchers past the step's tokens; returns the sequences that will take them. One whose matcher
+        refuses its token will not."""
+        if not self.constrained:
+            return []
+        token_of = dict(zip([seq.seq_id for seq in self.batch.sampled_sequences], token_ids, strict=True))
+        moved = []
+        for seq in self.constrained:
+            if seq.is_finished or seq.seq_id in self.ended:  # an aborted one has dropped its token
+                continue
+            if matcher_of(seq).accept(token_of[seq.seq_id]):
+                moved.append(seq)
+            else:
+                self._note_end(seq)
+        return moved
+
+    def report_tokens(self, token_ids: list[int], output: StepOutput) -> dict[int, str]:
+        """Shows the tokens, and their log-probabilities, to who follows them, before the scheduler takes them; returns
+        the stop strings that they complete in the texts, by seq_id."""
+        assert self.handle is not None
+        self.handle.record_logprobs(self.batch)
         stop_strings = {}
-        for seq, token_id in zip(self.batch.sampled_sequences, self.read(), strict=True):
-            if seq.is_finished:
+        for seq, token_id in zip(self.batch.sampled_sequences, token_ids, strict=True):
+            if seq.is_finished or seq.seq_id in self.ended:
                 continue
             if not seq.is_streamed:
                 output.new_token_ids[seq.seq_id] = [token_id]
@@ -49,14 +79,12 @@ class LaunchedStep:
                 stop_strings[seq.seq_id] = found
         return stop_strings
 
-    def failed_sequences(self) -> list[Sequence]:
-        """Those whose matcher has given up. They end before taking their token: it may be what the matcher refused."""
-        failed = []
-        for seq in self.constrained:
-            if seq.matcher is not None and seq.matcher.error is not None:
-                logger.error("sequence %d ends: its constraint can't be followed: %s", seq.seq_id, seq.matcher.error)
-                failed.append(seq)
-        return failed
+    def _note_end(self, seq: Sequence) -> None:
+        if seq.is_finished or seq.matcher is None or not seq.matcher.is_terminated:
+            return
+        self.ended[seq.seq_id] = "stop" if seq.matcher.error is None else "abort"
+        if seq.matcher.error is not None:
+            logger.error("sequence %d ends: its constraint can't be followed: %s", seq.seq_id, seq.matcher.error)
 
 
 def constrained_sequences(batch: ScheduledBatch, packed: PackedBatch) -> list[Sequence]:
@@ -67,44 +95,25 @@ def constrained_sequences(batch: ScheduledBatch, packed: PackedBatch) -> list[Se
     return [sampled[row] for row in packed.extras.constrained_rows]
 
 
-def advance_matchers(
-    previous: LaunchedStep | None, constrained: list[Sequence], allocate: Allocate = new_array
-) -> npt.NDArray[np.int32]:
-    """Moves the previous step's matchers past its tokens, which it waits for, and fills the masks of the next tokens.
-
-    Called before anybody else reads that step's tokens; a second call finds that the matchers have them. So a matcher
-    takes each sampled token once, and never one that is computed again. Afterwards it knows whether its sequence is
-    complete, which can show only when its mask is filled.
+def begin_masks(step: LaunchedStep | None, moved: list[Sequence], allocate: Allocate) -> None:
+    """Begins to fill the masks of a step's constrained rows, now that their matchers are where they have to be.
 
     Args:
-        previous: the step in flight, if there is one.
-        constrained: the sequences of the step after it that sample a token under a constraint.
-        allocate: of `fill_bitmasks`.
-
-    Returns:
-        [len(constrained), ceil(ids / 32)] int32, see `fill_bitmasks`. All tokens are allowed to a sequence that turns
-        out to be complete: its token will be dropped.
+        step: the one that was launched last, if there was anything to launch.
+        moved: the sequences whose matchers have just moved. Those that sample nothing in the step, having reached
+            their length or been preempted, have a mask filled nevertheless, at once, to learn how they end.
     """
-    moved = _accept_tokens(previous) if previous is not None else []
-    matchers = [_matcher_of(seq) for seq in constrained]
-    # Those that sample nothing now, having reached their length or been preempted, are filled to learn how they end.
-    next_ids = {seq.seq_id for seq in constrained}
-    others = [_matcher_of(seq) for seq in moved if seq.seq_id not in next_ids]
-    return fill_bitmasks(matchers + others, allocate)[: len(matchers)]
+    constrained = [] if step is None else step.constrained
+    sampled_ids = {seq.seq_id for seq in constrained}
+    others = [matcher_of(seq) for seq in moved if seq.seq_id not in sampled_ids]
+    if others:
+        fill_bitmasks(others)
+    matchers = [None if seq.is_finished else matcher_of(seq) for seq in constrained]
+    if step is not None and any(matchers):
+        step.masks = MaskFilling(matchers, allocate)
 
 
-def _accept_tokens(step: LaunchedStep) -> list[Sequence]:
-    """Moves the matchers of a step's sequences past their tokens, unless that was done; returns the sequences."""
-    if step.token_ids is not None or not step.constrained:
-        return []
-    token_of = dict(zip([seq.seq_id for seq in step.batch.sampled_sequences], step.read(), strict=True))
-    moved = [seq for seq in step.constrained if not seq.is_finished]  # an aborted one has dropped its token
-    for seq in moved:
-        _matcher_of(seq).accept(token_of[seq.seq_id])
-    return moved
-
-
-def _matcher_of(seq: Sequence) -> Matcher:
+def matcher_of(seq: Sequence) -> Matcher:
     """Made when the sequence samples its first token; until then its grammar may be on its way."""
     if seq.matcher is None:
         assert seq.grammar is not None

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,9 +13,9 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.entrance import Entrance
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
-from nanovllm.engine.launched_step import LaunchedStep, advance_matchers, constrained_sequences
+from nanovllm.engine.launched_step import LaunchedStep, begin_masks, constrained_sequences
 from nanovllm.engine.output_text import OutputTexts
-from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
@@ -135,16 +134,19 @@ class LLMEngine:
         """Launches one step and returns the results of the step before.
 
         If the step fails, every request in the engine is aborted, the next call reports them, and the engine goes on.
-        If the text of a result can't be decoded, that result is lost, and the others stay for the next call.
+
+        Raises:
+            ResultError: the text of a result can't be decoded. That result is lost, and the others stay for the next
+                call.
         """
         self.check_open()
         output = self._step()
         for seq_id, seq in self._ended.items():
             try:
                 output.finished[seq_id] = self.texts.output_of(seq)
-            except Exception:
+            except Exception as error:
                 del self._ended[seq_id]  # it would fail again
-                raise
+                raise ResultError(seq_id) from error
         self._ended.clear()
         return output
 
@@ -241,40 +243,34 @@ class LLMEngine:
             if self.entrance.num_held:
                 self._retire(self.entrance.open())
             batch = self.scheduler.schedule()
-            launched = self._launch(batch) if batch.sequences else None
-            previous, self._in_flight = self._in_flight, launched
+            packed = pack(batch, self.block_manager.block_size) if batch.sequences else None
+            previous = self._in_flight
+            if previous is not None and previous.handle is None:
+                previous.handle = self.runner.sample(previous.take_masks())
+            launched = None
+            if packed is not None:
+                launched = LaunchedStep(batch, constrained_sequences(batch, packed), self.runner.run(packed))
+            self._in_flight = launched
             if launched is None and previous is None and self._unfinished:
                 if self.entrance.num_held < len(self._unfinished):
                     raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
                 self.entrance.wait()
             return self._read(previous, batch)
 
-    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        packed = pack(batch, self.block_manager.block_size)
-        constrained = constrained_sequences(batch, packed)
-        if not constrained:
-            return LaunchedStep(batch, self.runner.run(packed), [])
-        handle = self.runner.run(packed, partial(advance_matchers, self._in_flight, constrained))
-        return LaunchedStep(batch, handle, constrained)
-
-    def _read(self, previous: LaunchedStep | None, launched: ScheduledBatch) -> StepOutput:
+    def _read(self, previous: LaunchedStep | None, batch: ScheduledBatch) -> StepOutput:
         """Takes over the tokens of the previous step, and reports them with the counts of the launched one."""
         output = StepOutput(
-            num_prefill_tokens=launched.num_prefill_tokens,
-            num_decode_tokens=launched.num_decode_tokens,
-            num_cached_tokens=launched.num_cached_tokens,
-            num_preemptions=launched.num_preemptions,
+            num_prefill_tokens=batch.num_prefill_tokens,
+            num_decode_tokens=batch.num_decode_tokens,
+            num_cached_tokens=batch.num_cached_tokens,
+            num_preemptions=batch.num_preemptions,
         )
+        token_ids = previous.read() if previous is not None else []
+        moved = previous.accept_tokens(token_ids) if previous is not None else []
+        begin_masks(self._in_flight, moved, self.runner.allocate_masks)
         if previous is not None:
-            if previous.constrained:
-                advance_matchers(previous, [])  # unless the step launched now has done it
-                for seq in previous.failed_sequences():
-                    self.scheduler.finish(seq, "abort")
-                    self._retire([seq])
-            token_ids = previous.read()
-            previous.handle.record_logprobs(previous.batch)
-            stop_strings = previous.report_tokens(output)
-            self._retire(self.scheduler.postprocess(previous.batch, token_ids, stop_strings))
+            stop_strings = previous.report_tokens(token_ids, output)
+            self._retire(self.scheduler.postprocess(previous.batch, token_ids, stop_strings, previous.ended))
         output.num_used_blocks = self.block_manager.num_used_blocks
         output.num_free_blocks = self.block_manager.num_free_blocks
         return output

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.extra_sampler import ExtraSampler
 from nanovllm.engine.extras import PackedExtras
-from nanovllm.engine.grammar_matcher import Allocate
 from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
 from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.step_handle import StepHandle
@@ -37,7 +35,8 @@ logger = logging.getLogger(__name__)
 # Kept free beside what the warm-up measured: fragments of the allocator, and libraries' own workspaces.
 _MARGIN_BYTES = 256 << 20
 
-MakeMasks = Callable[[Allocate], npt.NDArray[np.int32]]
+Masks = npt.NDArray[np.int32]
+SampleRest = Callable[[torch.Tensor | None], StepHandle]
 
 
 class ModelRunner:
@@ -102,6 +101,7 @@ class ModelRunner:
         num_slots = self.config.max_num_seqs + 1
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self.extra_sampler = ExtraSampler(num_slots, self.max_model_len, self.num_sampled_ids, self.device)
+        self._sample_rest: SampleRest | None = None  # of a batch whose masks are being made
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
             self._bind_kv_cache(1)
@@ -125,21 +125,33 @@ class ModelRunner:
         return False
 
     @torch.inference_mode()
-    def run(self, batch: PackedBatch, make_masks: MakeMasks | None = None) -> StepHandle:
-        """Launches the forward pass and the sampling of a batch.
+    def run(self, batch: PackedBatch) -> StepHandle | None:
+        """Launches the forward pass and the sampling of a batch. Of one with constrained rows it launches everything up
+        to the logits and returns None: `sample` has to follow before the next `run`."""
+        with self._current_device():
+            return self._launch(batch)
+
+    @torch.inference_mode()
+    def sample(self, masks: Masks | None) -> StepHandle:
+        """Launches the sampling that `run` has left.
 
         Args:
-            make_masks: makes the masks of the batch's constrained rows, if it has any. Called when everything up to the
-                logits is launched, so that it may wait for the step before while the device goes on.
+            masks: of the batch's constrained rows, in memory of `allocate_masks`; None if their tokens don't matter.
         """
+        assert self._sample_rest is not None
+        sample_rest, self._sample_rest = self._sample_rest, None
         with self._current_device():
-            return self._launch(batch, make_masks)
+            return sample_rest(None if masks is None else upload_ints(masks, self.device))
+
+    def allocate_masks(self, num_rows: int, num_words: int) -> Masks:
+        """Memory for masks, from where they get to the device at once."""
+        return host_ints(self.device, num_rows, num_words)
 
     def _current_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched on the current device; another engine, or the caller, may have made another one that."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _launch(self, batch: PackedBatch, make_masks: MakeMasks | None) -> StepHandle:
+    def _launch(self, batch: PackedBatch) -> StepHandle | None:
         if self.graphs is not None and batch.is_pure_decode:
             hidden = self.graphs.replay_forward(batch)
             if batch.has_plain_sampling:
@@ -150,11 +162,15 @@ class ModelRunner:
             hidden = self._forward(inputs)
         if batch.extras is None:
             return StepHandle.send(self._sample(hidden, inputs))
-        return self._sample_with_extras(hidden, inputs, batch.extras, make_masks)
+        sample_rest = self._prepare_sampling(hidden, inputs, batch.extras)
+        if not len(batch.extras.constrained_rows):
+            return sample_rest(None)
+        self._sample_rest = sample_rest
+        return None
 
     def close(self) -> None:
         """Frees the device's memory at once, whoever still refers to the runner."""
-        self.graphs = None
+        self.graphs = self._sample_rest = None
         for layer in self.model.attention_layers():
             layer.cache = None
         del self.model, self.kv_cache, self.last_tokens, self.extra_sampler
@@ -194,20 +210,20 @@ class ModelRunner:
         self.parallel.from_first(tokens)
         self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
 
-    def _sample_with_extras(
-        self, hidden: torch.Tensor, inputs: StepTensors, packed: PackedExtras, make_masks: MakeMasks | None
-    ) -> StepHandle:
-        """The same for a step with extras, log-probabilities included."""
+    def _prepare_sampling(self, hidden: torch.Tensor, inputs: StepTensors, packed: PackedExtras) -> SampleRest:
+        """The same for a step with extras, log-probabilities included, but for what depends on masks."""
         extras = upload_extras(packed, self.device)
         prompt_scores = self.extra_sampler.score_prompts(hidden, self.model.compute_logits, packed, extras)
         if not len(inputs.sampled_slots):
-            return StepHandle.send(self._sample(hidden, inputs), prompt_scores[:, :0], prompt_scores)
+            return lambda _: StepHandle.send(self._sample(hidden, inputs), prompt_scores[:, :0], prompt_scores)
         logits = self._logits(hidden, inputs)
-        allocate = partial(host_ints, self.device)
-        masks = None if make_masks is None else upload_ints(make_masks(allocate), self.device)
-        tokens, scores = self.extra_sampler.sample(logits, inputs, packed, extras, masks)
-        self._keep(tokens, inputs)
-        return StepHandle.send(tokens, scores, prompt_scores)
+
+        def sample_rest(masks: torch.Tensor | None) -> StepHandle:
+            tokens, scores = self.extra_sampler.sample(logits, inputs, packed, extras, masks)
+            self._keep(tokens, inputs)
+            return StepHandle.send(tokens, scores, prompt_scores)
+
+        return sample_rest
 
     def _logits(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
         """[N, vocab_size], of the tokens that are followed by a sampled one."""
@@ -293,7 +309,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         batch = self._largest_batch()
-        self._launch(batch, None)
+        self._launch(batch)
         activations = torch.cuda.max_memory_allocated(self.device) - before
         activations += self.extra_sampler.peak_bytes(len(batch.slots), self.model.spec.vocab_size, self.dtype.itemsize)
         graphs = 0

@@ -170,6 +170,14 @@ class OutputDelta(_DeltaLogprobs):
     stop_reason: int | str | None
 
 
+class ResultError(RuntimeError):
+    """The result of the request `seq_id` can't be made, for the reason that is this error's cause."""
+
+    def __init__(self, seq_id: int) -> None:
+        super().__init__(f"the result of request {seq_id} can't be made")
+        self.seq_id = seq_id
+
+
 @dataclass
 class StepOutput:
     """What one `step()` did. The counts are of the step launched; tokens and finished requests are those of the

@@ -116,7 +116,11 @@ class Scheduler:
         return batch
 
     def postprocess(
-        self, batch: ScheduledBatch, token_ids: list[int], stop_strings: Mapping[int, str] | None = None
+        self,
+        batch: ScheduledBatch,
+        token_ids: list[int],
+        stop_strings: Mapping[int, str] | None = None,
+        ended: Mapping[int, str] | None = None,
     ) -> list[Sequence]:
         """Appends the tokens of a step to its sampled sequences; returns those that it finished, the scored included.
 
@@ -124,11 +128,16 @@ class Scheduler:
 
         Args:
             stop_strings: seq_id -> the stop string that the token completes in the text, which is not known here.
+            ended: seq_id -> finish reason of sequences that turn out to have ended before their token.
         """
-        stop_strings = stop_strings or {}
+        stop_strings, ended = stop_strings or {}, ended or {}
         finished = []
         for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
             if seq.is_finished:
+                continue
+            if seq.seq_id in ended:
+                self.finish(seq, ended[seq.seq_id])
+                finished.append(seq)
                 continue
             seq.num_in_flight -= 1
             seq.token_ids.append(token_id)

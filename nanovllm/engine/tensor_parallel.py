@@ -1,26 +1,31 @@
 """Several ranks for one model: rank 0, which the engine calls. The others are in `worker.py`."""
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
 from nanovllm.engine.child_process import interrupts_put_off
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import Masks, ModelRunner
 from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.engine.step_tensors import StepTensors
 from nanovllm.engine.worker import WorkerSetup
 from nanovllm.engine.workers import STEP_TIMEOUT_SECONDS, Workers
-from nanovllm.layers.parallel import ExchangeError, Parallel, connect, make_store
+from nanovllm.layers.parallel import SINGLE, ExchangeError, Parallel, connect, make_store
 from nanovllm.models import resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
 
 _SECONDS_BETWEEN_LOOKS = 0.05
+
+_Handle = TypeVar("_Handle", StepHandle, StepHandle | None)
 
 
 def make_runner(config: Config, checkpoint: Checkpoint, max_model_len: int, num_sampled_ids: int) -> ModelRunner:
@@ -41,7 +46,7 @@ class TensorParallelRunner(ModelRunner):
         """Raises WorkerError, beside what `ModelRunner` raises: another rank has failed."""
         size = config.tensor_parallel_size
         resolve_architecture(checkpoint.config)[1].head_share(Parallel(0, size))
-        device = resolve_device(config.device, size - 1)
+        resolve_device(config.device, size - 1)
         limits = StepLimits(
             num_tokens=config.max_num_batched_tokens,
             num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -59,12 +64,14 @@ class TensorParallelRunner(ModelRunner):
             self._store = store = make_store()  # NCCL looks into it for as long as its group lives
             setup = WorkerSetup(config, checkpoint.location, max_model_len, num_sampled_ids, limits, store.port)
             self._workers.tell(setup)
-            group = connect(device.type, store.port, 0, size, STEP_TIMEOUT_SECONDS)
-            super().__init__(config, checkpoint, max_model_len, num_sampled_ids, Parallel(0, size, group))
-            self._workers.hear()
-        except ExchangeError as error:
-            raise self._workers.fail() from error
-        except BaseException:
+            device = resolve_device(config.device)
+            group = connect(device, store.port, 0, size, STEP_TIMEOUT_SECONDS)
+            with self._aborting_exchanges(group, device):
+                super().__init__(config, checkpoint, max_model_len, num_sampled_ids, Parallel(0, size, group))
+                self._workers.hear()
+        except BaseException as error:
+            if isinstance(error, ExchangeError) or (self._workers.has_dead() and not self.is_lost):  # which is why
+                raise self._workers.fail() from error
             self._workers.kill()
             raise
 
@@ -72,7 +79,7 @@ class TensorParallelRunner(ModelRunner):
     def is_lost(self) -> bool:
         return self._workers.is_closed
 
-    def run(self, batch: PackedBatch, *args: Any) -> StepHandle:
+    def run(self, batch: PackedBatch) -> StepHandle | None:
         """Launches a step on all ranks.
 
         Raises:
@@ -80,20 +87,53 @@ class TensorParallelRunner(ModelRunner):
         """
         with interrupts_put_off():  # cut off halfway, a step would leave the others waiting
             self._workers.settle()
+            self._release_others()  # from a step that was given up before it sampled
             self._memory.write(batch)
             self._workers.tell(True)
             self._num_awaited = None
-            try:
-                handle = super().run(batch, *args)
-            except BaseException as error:
-                self._complete_step(error)
-                raise
-        return handle if handle.done is None else replace(handle, wait=self._wait)
+            with self._completing():
+                return self._watch(super().run(batch))
+
+    def sample(self, masks: Masks | None) -> StepHandle:
+        """Raises WorkerError if a rank is lost."""
+        with interrupts_put_off(), self._completing():
+            return self._watch(super().sample(masks))
 
     def close(self) -> None:
         """Ends the other ranks, too."""
+        if not self.is_lost:
+            with suppress(ExchangeError):  # if one has died meanwhile, so be it
+                self._release_others()
         self._workers.close()
+        if self.device.type == "cuda":
+            self.graphs = None  # NCCL waits for those that hold its exchanges
+            self.parallel.group.abort()  # what still waits for a rank that was lost
         super().close()
+        self.parallel = SINGLE  # the group ends before the store that it looks into
+        del self._store
+
+    @contextmanager
+    def _aborting_exchanges(self, group: Any, device: torch.device) -> Iterator[None]:
+        """While the model is made: if another rank dies, a GPU would wait for it in an exchange, and this thread for
+        the GPU. On a CPU an exchange fails by itself."""
+        if device.type == "cpu":
+            yield
+            return
+        is_made = threading.Event()
+
+        def watch() -> None:
+            while not is_made.wait(_SECONDS_BETWEEN_LOOKS):
+                if self._workers.has_dead():
+                    group.abort()
+                    return
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_made.set()
+            watcher.join()
 
     def _agree(self, number: int) -> int:
         smallest = min(number, *self._workers.hear())
@@ -109,17 +149,32 @@ class TensorParallelRunner(ModelRunner):
         super()._keep(tokens, inputs)
         self._num_awaited = 0
 
-    def _complete_step(self, error: BaseException) -> None:
-        """After an error here. One in sampling, as a user's function may raise, leaves the others waiting for tokens
-        alone: they get some, and all are ready for the next step. Any other loses the others. Raises WorkerError if one
-        of them was the cause."""
-        if isinstance(error, ExchangeError):
-            raise self._lose() from error
-        if self._num_awaited is None or self.is_lost:
-            self._workers.kill()
-        elif self._num_awaited:
+    @contextmanager
+    def _completing(self) -> Iterator[None]:
+        """An error of sampling, as a user's function may raise, leaves the others waiting for tokens alone: they get
+        some, and all are ready for the next step. Any other loses the others. Raises WorkerError if one of them was the
+        cause."""
+        try:
+            yield
+        except ExchangeError as error:
+            raise self._workers.fail() from error
+        except BaseException:
+            if self._num_awaited is None or self.is_lost:
+                self._workers.kill()
+            else:
+                self._release_others()
+            raise
+
+    def _release_others(self) -> None:
+        """Gives the others some tokens for those that they wait for, if any."""
+        if self._num_awaited:
             with self._current_device():
                 self.parallel.from_first(torch.zeros(self._num_awaited, dtype=torch.int64, device=self.device))
+            self._num_awaited = 0
+
+    def _watch(self, handle: _Handle) -> _Handle:
+        """The handle, which waits as `_wait` does where it has to."""
+        return handle if handle is None or handle.done is None else replace(handle, wait=self._wait)
 
     def _wait(self, done: torch.cuda.Event) -> None:
         """Waits for a step on the device, unless a rank is lost: the device would wait for it for ever."""
@@ -128,15 +183,9 @@ class TensorParallelRunner(ModelRunner):
         while not done.query():
             now = time.monotonic()
             if now > deadline:
-                raise self._lose()
+                raise self._workers.fail()
             if now > look:
                 look = now + _SECONDS_BETWEEN_LOOKS
                 if self._workers.has_dead():
-                    raise self._lose()
+                    raise self._workers.fail()
             time.sleep(20e-6)
-
-    def _lose(self) -> BaseException:
-        error = self._workers.fail()
-        if self.device.type == "cuda":
-            self.parallel.group.abort()  # ends the kernels that wait for the others
-        return error

@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness on this engine, as its model "nanovllm" (`pip install "nanovllm[eval]"`).
+"""EleutherAI's lm-evaluation-harness on this engine, as its model "nanovllm" (`pip install lm_eval`).
 
     python -m nanovllm.integrations.lm_eval --model nanovllm --model_args pretrained=path/to/model --tasks arc_easy
 

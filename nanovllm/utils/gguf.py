@@ -48,7 +48,7 @@ class GGUFCheckpoint(Checkpoint):
         try:
             from gguf import GGUFReader
         except ImportError as error:
-            raise ImportError(f"{path}: reading GGUF needs `pip install nanovllm[gguf]`") from error
+            raise ImportError(f"{path}: reading GGUF needs `pip install gguf`") from error
         try:
             self._reader = GGUFReader(path)
             architecture = self._reader.fields["general.architecture"].contents()

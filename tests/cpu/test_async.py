@@ -11,6 +11,8 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.async_llm import _Request
+from nanovllm.engine.output_text import OutputTexts
+from nanovllm.engine.outputs import ResultError
 from tests.asynchronous import collect, is_idle, parts, run, wait_until
 
 PARAMS = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)
@@ -210,3 +212,24 @@ def test_takes_an_open_llm_only(byte_llama: Path, make_llm: Any) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         AsyncLLM(llm)
+
+
+def test_text_that_cannot_be_decoded(make_async_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concerns the task whose result it is, and no other."""
+    output_of = OutputTexts.output_of
+
+    def refuse(self: OutputTexts, request: Any) -> Any:
+        if request.num_prompt_tokens == 1:
+            raise LookupError("refused")
+        return output_of(self, request)
+
+    monkeypatch.setattr(OutputTexts, "output_of", refuse)
+
+    async def main() -> list[Any]:
+        async with make_async_llm() as engine:
+            calls = [engine.generate("x" * (1 + index % 2), LONG) for index in range(6)]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = run(main())
+    assert [type(result) for result in results] == [ResultError, dict] * 3
+    assert isinstance(results[0].__cause__, LookupError)

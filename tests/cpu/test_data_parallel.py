@@ -144,6 +144,24 @@ def test_submit_and_collect(two: LLM, expected: list[list[int]]) -> None:
     assert two.wants_more
 
 
+def test_steps(two: LLM, expected: list[list[int]]) -> None:
+    ids = [two.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    steps = []
+    while not two.is_finished():
+        steps.append(two.step())
+    results = {request_id: output for step in steps for request_id, output in step.finished.items()}
+    assert [results[request_id]["token_ids"] for request_id in ids] == expected
+    assert two.step().finished == {}
+    num_tokens = sum(map(len, PROMPTS)) + sum(map(len, expected))
+    assert 0 < sum(step.num_prefill_tokens + step.num_decode_tokens for step in steps) <= num_tokens
+    request_id = two.add_request(PROMPTS[0], SamplingParams(n=3, max_tokens=4, ignore_eos=True))
+    assert two.add_request(PROMPTS[0], GREEDY) == request_id + 3
+    tokens: dict[int, list[int]] = {}
+    while not two.is_finished():
+        tokens |= two.step().new_token_ids
+    assert [len(tokens[request_id + index]) for index in range(4)] == [4, 4, 4, 8]
+
+
 def test_slow_replica(two: LLM, expected: list[list[int]]) -> None:
     """The other one does what a replica that doesn't move has no room for."""
     slow, fast = two._replicas._replicas
@@ -182,9 +200,9 @@ def test_interrupt(two: LLM, expected: list[list[int]]) -> None:
 
 
 def test_what_one_engine_alone_can_do(two: LLM) -> None:
-    for call in (two.step, lambda: two.add_request([1]), lambda: two.stream([[1]]), lambda: two.open_stream([1])):
-        with pytest.raises(NotImplementedError, match=r"needs data_parallel_size=1, and it is 2: use"):
-            call()
+    for call in (two.stream, two.open_stream):
+        with pytest.raises(NotImplementedError, match="streams need data_parallel_size=1, and it is 2"):
+            call(PROMPTS)
     with pytest.raises(ValueError, match="not data_parallel_size=2"):
         AsyncLLM(two)
     assert two.default_sampling_params() == SamplingParams()

@@ -24,6 +24,7 @@ from nanovllm.engine import llm_engine, model_runner, output_text
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.outputs import ResultError
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_handle import StepHandle
@@ -480,9 +481,10 @@ def test_text_that_cannot_be_decoded(byte_llama: Path, make_llm: Any, monkeypatc
         return original(tokenizer, prompt_ids, *args)
 
     monkeypatch.setattr(output_text, "decode_output", decode)
-    _, other = llm.add_request([7], GREEDY), llm.add_request([8], GREEDY)
-    with pytest.raises(Failure):
+    lost, other = llm.add_request([7], GREEDY), llm.add_request([8], GREEDY)
+    with pytest.raises(ResultError, match=f"request {lost} ") as error:
         finish(llm)
+    assert error.value.seq_id == lost and isinstance(error.value.__cause__, Failure)
     assert set(finish(llm)) == {other}
 
 

@@ -217,7 +217,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Reading GGUF is an extra: the error says how to get it."""
     save_gguf(tmp_path / "model.gguf", save_random_model(tmp_path / "original"), "llama")
     monkeypatch.setitem(sys.modules, "gguf", None)  # makes its import fail
-    assert "pip install nanovllm[gguf]" in refusal(tmp_path / "model.gguf", ImportError)
+    assert "pip install gguf" in refusal(tmp_path / "model.gguf", ImportError)
 
 
 # SmolLM2

@@ -1,5 +1,8 @@
 """Log-probabilities of output and prompt tokens are those of transformers."""
 
+import copy
+import json
+import pickle
 import random
 from dataclasses import replace
 from typing import Any
@@ -159,3 +162,23 @@ def test_scores_equal_sorting(row: list[float], num_best: int, token: int) -> No
     assert scores[1].tolist() == [1 + sum(value > row[one] for value in row) for one in ids]
     exact = torch.tensor(row, dtype=torch.float64).log_softmax(-1)[ids]
     torch.testing.assert_close(scores[2].view(torch.float32).double(), exact, rtol=1e-6, atol=1e-5)
+
+
+def test_list_of_arrays(llm: LLM, prompts: list[list[int]]) -> None:
+    """What a user does with a list: look, slice, join, compare, print, copy; and with the arrays behind it."""
+    output = generate(llm, prompts[-1:], PARAMS)[0]
+    own, prompt = output["logprobs"], output["prompt_logprobs"]
+    assert len(own) == PARAMS.max_tokens and len(prompt) == len(prompts[-1])
+    assert prompt[0] is None and prompt[-1] == list(prompt)[-1] and own[-2:] == list(own)[-2:]
+    assert own[:3] + own[3:] == own == list(own) and own != own[:-1] and repr(own) == repr(list(own))
+    assert [None, *prompt[1:]] == list(prompt) == pickle.loads(pickle.dumps(prompt)) == copy.deepcopy(prompt)
+    assert own.token_ids[:, 0].tolist() == output["token_ids"]
+    assert own.token_ids.shape == own.ranks.shape == own.logprobs.shape == (PARAMS.max_tokens, 4)
+    for entry, ids, ranks, values in zip(own, own.token_ids, own.ranks, own.logprobs, strict=True):
+        rows = zip(ids.tolist(), zip(values.tolist(), ranks.tolist(), strict=True), strict=True)
+        assert entry == dict(rows)
+    with pytest.raises(IndexError):
+        own[len(own)]
+    with pytest.raises(TypeError):
+        own[0] = own[1]
+    assert json.loads(json.dumps(list(own)))[0][str(output["token_ids"][0])] == list(own[0][output["token_ids"][0]])

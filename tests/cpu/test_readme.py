@@ -1,7 +1,5 @@
 """What the README promises runs: its commands are CI's, its example works, its tables name what exists."""
 
-import ast
-import asyncio
 import dataclasses
 import re
 import textwrap
@@ -59,13 +57,10 @@ def test_streaming_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     save_byte_tokenizer(tmp_path)
     model = f'LLM("{tmp_path}", num_kvcache_blocks=8, device="cpu")'
     plain, coroutine = code_blocks("py")[-2:]
-    names: dict[str, Any] = {"params": SamplingParams(max_tokens=5), **vars(nanovllm)}
-    exec(f"with {model} as llm:\n" + textwrap.indent(plain, "    "), names)
+    exec(f"with {model} as llm:\n" + textwrap.indent(plain, "    "), {**vars(nanovllm)})
     assert capsys.readouterr().out
-    code = compile(re.sub(r'LLM\(".*?"\)', model, coroutine), "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    asyncio.run(eval(code, names))
-    assert names["output"]["token_ids"]
-    assert capsys.readouterr().out
+    exec(re.sub(r'LLM\(".*?"\)', model, coroutine).replace("max_tokens=500", "max_tokens=5"), {})
+    assert len(capsys.readouterr().out.splitlines()) > 1
 
 
 def test_scoring_example(byte_llama: Path, make_llm: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -353,5 +353,5 @@ def test_library_missing(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(ImportError, match=r"nanovllm\[structured\]"):
+    with pytest.raises(ImportError, match=r"pip install llguidance"):
         compile_now(GrammarCompiler(smollm2, len(smollm2), {0}), regex="a")

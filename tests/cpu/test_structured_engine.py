@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import launched_step
-from nanovllm.engine.grammar_matcher import Matcher
+from nanovllm.engine.grammar_matcher import MaskFilling, Matcher
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_handle import StepHandle
@@ -143,16 +143,17 @@ def test_others_are_not_changed(llm: LLM, byte_llama: Path, make_llm: Any) -> No
 def test_no_constraint_no_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without constrained rows go the way they went: nothing is read before a launch is complete, and the grammar
     library is not looked at, which may not be there."""
-    monkeypatch.setattr(launched_step, "fill_bitmasks", lambda *_: pytest.fail("masks were filled"))
+    for name in ("fill_bitmasks", "MaskFilling"):
+        monkeypatch.setattr(launched_step, name, lambda *_: pytest.fail("masks were filled"))
     seen = []
     run = ModelRunner.run
-    monkeypatch.setattr(ModelRunner, "run", lambda self, batch, *rest: (seen.append(rest), run(self, batch, *rest))[1])
+    monkeypatch.setattr(ModelRunner, "run", lambda self, batch: (handle := run(self, batch), seen.append(handle))[0])
     generate(llm, ["a"], replace(PLAIN, logprobs=1))
-    assert not any(seen)
+    assert None not in seen
     monkeypatch.undo()
-    monkeypatch.setattr(ModelRunner, "run", lambda self, batch, *rest: (seen.append(rest), run(self, batch, *rest))[1])
+    monkeypatch.setattr(ModelRunner, "run", lambda self, batch: (handle := run(self, batch), seen.append(handle))[0])
     generate(llm, ["a"], REGEX)
-    assert any(seen)
+    assert None in seen
 
 
 def test_order_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,19 +322,24 @@ def test_model_without_tokenizer(random_llama: Any, make_llm: Any) -> None:
         make_llm(random_llama[0]).add_request([1], REGEX)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(MaskFilling, "__init__"), (MaskFilling, "result"), (Matcher, "accept"), (ModelRunner, "sample")],
+    ids=["begin", "result", "accept", "sample"],
+)
 def test_failure_between_two_steps(
-    llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch, accepted: dict[Matcher, list[int]]
+    llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     """What raises while the masks are made ends all requests, drops their matchers, and leaves a usable engine."""
-    fill, calls = launched_step.fill_bitmasks, []
+    function, calls = getattr(owner, name), []
 
-    def fail(matchers: Any, *rest: Any) -> Any:
-        calls.append(len(matchers))
+    def fail(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return fill(matchers, *rest)
+        return function(*args)
 
-    monkeypatch.setattr(launched_step, "fill_bitmasks", fail)
+    monkeypatch.setattr(owner, name, fail)
     seq_ids = [llm.add_request("x", REGEX), llm.add_request("y", PLAIN)]
     sequences = list(llm.scheduler.unfinished())
     with pytest.raises(KeyboardInterrupt):

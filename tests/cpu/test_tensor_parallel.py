@@ -10,6 +10,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import dummy_batch
+from nanovllm.engine.grammar_matcher import MaskFilling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.layers.parallel import SINGLE, Parallel
@@ -110,6 +111,23 @@ def test_error_of_a_users_function(models: Any, make_llm: Any) -> None:
         with pytest.raises(LookupError, match="refused"):
             llm.generate(prompts, SamplingParams(temperature=0, logits_processor=refuse), use_tqdm=False)
         _assert_equal(llm.generate(prompts, greedy, use_tqdm=False), expected)
+
+
+def test_constraints(byte_llama: Path, make_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that wait for their masks before they sample, and one that is given up there: the others must get some
+    tokens, or they would wait for them for ever."""
+    pytest.importorskip("llguidance")
+    settings = {"num_kvcache_blocks": 64, "kvcache_block_size": 16}
+    drawn = SamplingParams(regex="[a-f]{3}-[0-9]{5,30}!", max_tokens=40, temperature=1.0, seed=3)
+    params = [drawn, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), drawn]
+    several = make_llm(byte_llama, tensor_parallel_size=2, **settings)
+    expected = make_llm(byte_llama, **settings).generate(["a", "b", "c"], params, use_tqdm=False)
+    _assert_equal(several.generate(["a", "b", "c"], params, use_tqdm=False), expected)
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(LookupError):
+            patch.setattr(MaskFilling, "result", lambda self: {}["no masks"])
+            several.generate(["a"], drawn, use_tqdm=False)
+        _assert_equal(several.generate(["a", "b", "c"], params, use_tqdm=False), expected)
 
 
 def test_gguf(models: Any, make_llm: Any, tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""What `nanovllm run` costs beside a plain `generate` of the same texts: reading, preparing and writing rows.
+
+    python -m benchmarks.cli_overhead
+
+Both run in processes of their own, in turn; loading the model is not counted. The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.workloads import describe_environment
+from nanovllm.utils.demo import demo_model
+
+# argv: model, input, max_num_seqs, max_tokens. Prints seconds.
+_GENERATE = """
+import json, sys, time
+from nanovllm import LLM, SamplingParams
+model, source, num_seqs, max_tokens = sys.argv[1:]
+llm = LLM(model, max_num_seqs=int(num_seqs))
+started = time.perf_counter()
+prompts = [json.loads(line)["prompt"] for line in open(source)]
+params = SamplingParams(max_tokens=int(max_tokens), ignore_eos=True, seed=0)
+llm.generate(prompts, params, use_tqdm=False)
+print(time.perf_counter() - started)
+"""
+_WORDS = ("the", "a", "of", "time", "people", "river", "stone", "light", "under", "over", "quick", "slow", "paper")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory, .gguf file or hub id; default: the demo model")
+    parser.add_argument("--num-rows", type=int, default=64)
+    parser.add_argument("--num-words", type=int, default=50, help="of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    model, rng = args.model or demo_model(), random.Random(0)
+    sizes = [str(args.max_num_seqs), str(args.max_tokens)]
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
+        with source.open("w") as file:
+            for _ in range(args.num_rows):
+                file.write(json.dumps({"prompt": " ".join(rng.choices(_WORDS, k=args.num_words))}) + "\n")
+        generate, run = [], []
+        for _ in range(args.repeats):
+            generate.append(float(_output_of(["-c", _GENERATE, model, str(source), *sizes])))
+            for path in (output, Path(f"{output}.job")):
+                path.unlink(missing_ok=True)
+            run.append(_seconds_of_run(["--model", model, str(source), "-o", str(output)], sizes))
+    result = {
+        "job": f"{args.num_rows} rows of {args.num_words} words, {args.max_tokens} tokens out",
+        "generate_seconds": [round(seconds, 2) for seconds in generate],
+        "run_seconds": [round(seconds, 2) for seconds in run],
+        "throughput_of_generate": round(statistics.median(generate) / statistics.median(run), 3),
+        **describe_environment(),
+    }
+    for key, value in result.items():
+        print(f"{key:>24}: {value}")
+    print(json.dumps(result))
+
+
+def _seconds_of_run(arguments: list[str], sizes: list[str]) -> float:
+    flags = ["--quiet", "--ignore-eos", "--seed", "0", "--max-num-seqs", sizes[0], "--max-tokens", sizes[1]]
+    match = re.search(r"rows in ([\d.]+) s", _output_of(["-m", "nanovllm", "run", *arguments, *flags]))
+    assert match is not None
+    return float(match.group(1))
+
+
+def _output_of(arguments: list[str]) -> str:
+    """What Python prints, on standard output and error alike."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+
+
+if __name__ == "__main__":
+    main()

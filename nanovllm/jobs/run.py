@@ -1,0 +1,152 @@
+"""Runs a job: rows in, requests to the engine, results out; and checks one without running it."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.jobs.engine import JobEngine
+from nanovllm.jobs.errors import JobError, RowError, one_line
+from nanovllm.jobs.formats import RowFormat
+from nanovllm.jobs.job import Job
+from nanovllm.jobs.prepare import BadRow, PreparedRow, Preparer, check_rows, grammar_error
+from nanovllm.jobs.progress import JobProgress
+from nanovllm.jobs.readers import Row
+from nanovllm.jobs.results import ResultFile
+from nanovllm.jobs.signals import StopSignals
+
+
+def run_job(job: Job) -> int:
+    """Completes the rows that have no result yet; returns the exit status.
+
+    Raises:
+        JobError: it can't go on. What was written stays, and can be resumed.
+    """
+    settings = job.settings
+    results, done, seed, warnings = job.open_results()
+    for warning in warnings:
+        print(f"nanovllm: warning: {settings.output} was begun with other settings: {warning}", file=sys.stderr)
+    try:
+        if len(done.rows) == job.num_rows:
+            print(f"all {job.num_rows} rows are done; {settings.output}", file=sys.stderr)
+            return 0
+        with (
+            _load(job) as engine,
+            StopSignals() as signals,
+            JobProgress(job.num_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
+        ):
+            form = job.make_format(engine.tokenizer)
+            preparer = Preparer(engine.inputs, form, job.make_params(seed))
+            rows = job.input.rows(done.rows.__contains__)
+            loop = _Loop(job, engine, form, preparer, rows, results, progress)
+            while loop.has_work and signals.received is None:
+                loop.turn()
+    finally:
+        results.close()
+    print(_summary(job, progress), file=sys.stderr)
+    if signals.received is None:
+        return 0
+    hint = "; --resume goes on with it" if results.is_resumable else ""
+    print(f"nanovllm: stopped by {signals.received.name}{hint}", file=sys.stderr)
+    return 128 + signals.received
+
+
+def check_job(job: Job) -> int:
+    """Checks every row without loading weights, and prints what is wrong where; returns the exit status."""
+    preparer = Preparer(job.make_inputs(), job.make_format(None), job.make_params(seed=0))
+    num_rows = num_bad = num_tokens = longest = 0
+    for one in check_rows(job.input.rows(), preparer):
+        num_rows += 1
+        if isinstance(one, BadRow):
+            num_bad += 1
+            print(locate(job, one.row, one.error))
+        else:
+            num_tokens += len(one.token_ids)
+            longest = max(longest, len(one.token_ids))
+    print(f"{job.input.path}: {num_rows} rows, {num_bad} of them bad; "
+          f"{num_tokens} prompt tokens in the others, at most {longest} in one")  # fmt: skip
+    return 1 if num_bad else 0
+
+
+def locate(job: Job, row: Row, error: RowError) -> str:
+    """The error with file, line and field, on one line."""
+    return one_line(f"{job.input.path}:{row.line}: {error}")
+
+
+def _load(job: Job) -> JobEngine:
+    try:
+        return JobEngine(job.settings.model, **job.settings.config)
+    except (OSError, TypeError, ValueError, ImportError) as error:
+        raise JobError(str(error)) from error
+
+
+@dataclass
+class _Loop:
+    """Keeps the engine full, and writes what comes out. Holds a chunk of prepared rows beside those in the engine."""
+
+    job: Job
+    engine: JobEngine
+    form: RowFormat
+    preparer: Preparer
+    rows: Iterator[Row]
+    results: ResultFile
+    progress: JobProgress
+
+    def __post_init__(self) -> None:
+        self._ready: list[PreparedRow] = []  # the next one last
+        self._is_read = False
+
+    @property
+    def has_work(self) -> bool:
+        return not self._is_read or bool(self._ready) or self.engine.num_rows > 0
+
+    def turn(self) -> None:
+        """Prepares at most a chunk of rows, lets the engine have what it wants, and computes a step."""
+        if not self._ready and not self._is_read and not self.engine.is_full:
+            self._prepare()
+        while self._ready and not self.engine.is_full:
+            self._add(self._ready.pop())
+        if self.engine.num_rows:
+            self._write(*self.engine.step())
+
+    def _add(self, prepared: PreparedRow) -> None:
+        try:
+            self.engine.add(prepared)
+        except ValueError as error:  # a constraint that takes long to compile has turned out to be wrong
+            found = grammar_error(prepared) or RowError(None, str(error))
+            self.results.append([self._failed(prepared.row, found)])
+            self.progress.update(None, 0, 1)
+
+    def _prepare(self) -> None:
+        chunk = self.preparer.prepare(self.rows, self.engine.max_rows)
+        self._is_read = not chunk
+        self._ready = [one for one in reversed(chunk) if isinstance(one, PreparedRow)]
+        bad = [one for one in chunk if isinstance(one, BadRow)]
+        self.results.append([self._failed(one.row, one.error) for one in bad])
+        self.progress.update(None, 0, len(bad))
+
+    def _write(self, step: StepOutput, finished: list[tuple[PreparedRow, RequestOutput]]) -> None:
+        records, num_failed = [], 0
+        for prepared, output in finished:
+            if output["finish_reason"] == "abort":
+                error = grammar_error(prepared) or RowError(None, "the engine ended this request")
+                records.append(self._failed(prepared.row, error))
+                num_failed += 1
+            else:
+                records.append(self.form.completed(prepared.row, output))
+        self.results.append(records)
+        self.progress.update(step, len(finished) - num_failed, num_failed)
+
+    def _failed(self, row: Row, error: RowError) -> dict[str, object]:
+        message = locate(self.job, row, error)
+        if self.job.settings.fail_fast:
+            raise JobError(message)
+        return self.form.failed(row, error, message)
+
+
+def _summary(job: Job, progress: JobProgress) -> str:
+    failed = f", {progress.num_failed} rows failed" if progress.num_failed else ""
+    return (
+        f"{progress.num_completed} rows in {progress.seconds:.1f} s: {progress.num_output_tokens} output tokens, "
+        f"{progress.tokens_per_second:,.0f} tok/s{failed}; {job.settings.output}"
+    )
