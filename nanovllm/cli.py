@@ -64,6 +64,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="a text is what the user says in a conversation")
     parser.add_argument("--keep-prompt", action="store_true", help="repeat the prompt in the output row")
     parser.add_argument("--token-ids", action="store_true", help="report token ids")
+    parser.add_argument("--shard", metavar="I/N", type=_shard, default=(0, 1), help="only rows I, I + N, I + 2N, ...")
     parser.add_argument("--resume", action="store_true", help="go on with the output file, if it is there")
     parser.add_argument("--fail-fast", action="store_true", help="end with the first row that can't be completed")
     parser.add_argument("--dry-run", action="store_true", help="only check every row, without loading weights")
@@ -71,6 +72,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="makes the job repeatable; each row's seed follows from it")
     add_flags(parser, SamplingParams, "sampling, for rows that don't say otherwise", skip=("seed", *NOT_IN_FILES))
     add_flags(parser, Config, "engine", skip=("model", "seed"))
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Which shard of how many: the first of four is 0/4."""
+    index, slash, number = text.partition("/")
+    if not (slash and index.isdecimal() and number.isdecimal() and int(index) < int(number)):
+        raise argparse.ArgumentTypeError(f"must be I/N with 0 <= I < N, got {text!r}")
+    return int(index), int(number)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -90,6 +99,7 @@ def _run(args: argparse.Namespace) -> int:
         flags=given_flags(args, SamplingParams),
         seed=args.seed,
         config=given_flags(args, Config),
+        shard=args.shard,
         resume=args.resume,
         fail_fast=args.fail_fast,
         show_progress=not args.quiet,

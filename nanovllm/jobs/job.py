@@ -34,6 +34,7 @@ class JobSettings:
         flags: fields of `SamplingParams` for all rows that don't say otherwise.
         seed: of the job; None draws one.
         config: fields of `Config`.
+        shard: i and n: only every n-th row, from row i on, as n jobs on as many machines share a file.
         resume: go on with an output file.
         fail_fast: end with the first row that can't be completed.
         show_progress: on standard error.
@@ -50,6 +51,7 @@ class JobSettings:
     flags: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    shard: tuple[int, int] = (0, 1)
     resume: bool = False
     fail_fast: bool = False
     show_progress: bool = True
@@ -78,7 +80,18 @@ class Job:
 
     @cached_property
     def num_rows(self) -> int:
+        """Of the whole input."""
         return self.input.num_rows()
+
+    @cached_property
+    def num_own_rows(self) -> int:
+        """Of its shard."""
+        return len(range(self.settings.shard[0], self.num_rows, self.settings.shard[1]))
+
+    def has(self, index: int) -> bool:
+        """Whether a row is in the shard."""
+        first, step = self.settings.shard
+        return index % step == first
 
     def make_format(self, tokenizer: Any | None) -> RowFormat:
         if self.input.format == "openai":
@@ -155,6 +168,7 @@ class Job:
             "format": self.input.format,
             "prompt_column": settings.prompt_column,
             "chat": settings.as_chat,
+            "shard": "{}/{}".format(*settings.shard),
             "keep_prompt": settings.keep_prompt,
             "token_ids": settings.with_token_ids,
             "params": dict(self._flags),

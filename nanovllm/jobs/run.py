@@ -27,17 +27,17 @@ def run_job(job: Job) -> int:
     for warning in warnings:
         print(f"nanovllm: warning: {settings.output} was begun with other settings: {warning}", file=sys.stderr)
     try:
-        if len(done.rows) == job.num_rows:
-            print(f"all {job.num_rows} rows are done; {settings.output}", file=sys.stderr)
+        if len(done.rows) == job.num_own_rows:
+            print(f"all {job.num_own_rows} rows are done; {settings.output}", file=sys.stderr)
             return 0
         with (
             _load(job) as engine,
             StopSignals() as signals,
-            JobProgress(job.num_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
+            JobProgress(job.num_own_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
         ):
             form = job.make_format(engine.tokenizer)
             preparer = Preparer(engine.inputs, form, job.make_params(seed))
-            rows = job.input.rows(done.rows.__contains__)
+            rows = job.input.rows(lambda index: not job.has(index) or index in done.rows)
             loop = _Loop(job, engine, form, preparer, rows, results, progress)
             while loop.has_work and signals.received is None:
                 loop.turn()
@@ -55,7 +55,7 @@ def check_job(job: Job) -> int:
     """Checks every row without loading weights, and prints what is wrong where; returns the exit status."""
     preparer = Preparer(job.make_inputs(), job.make_format(None), job.make_params(seed=0))
     num_rows = num_bad = num_tokens = longest = 0
-    for one in check_rows(job.input.rows(), preparer):
+    for one in check_rows(job.input.rows(lambda index: not job.has(index)), preparer):
         num_rows += 1
         if isinstance(one, BadRow):
             num_bad += 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm.cli import main
 from tests.cpu.command_line import ENVIRONMENT, cli, command, here, read_rows, run_args, write_rows
 
 NUM_KILLS = int(os.environ.get("NANOVLLM_TEST_KILLS", "3"))
@@ -183,3 +184,29 @@ def test_lock_ends_with_its_process(byte_llama: Path, tmp_path: Path, capsys: py
         assert "another process is writing to it" in here(capsys, *args, status=1)
     here(capsys, *args)
     assert len(read_rows(output)) == 1
+
+
+@pytest.mark.parametrize("text", ["2/2", "-1/2", "1", "1/0", "a/b", "1/2/3"])
+def test_impossible_shards(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "in.jsonl", "--model", "m", f"--shard={text}"])
+    assert "must be I/N with 0 <= I < N" in capsys.readouterr().err
+
+
+def test_shards_add_up(byte_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several jobs complete a file's rows, each once, with the tokens of a single job; one shard goes on as another
+    one is refused."""
+    source = write_rows(tmp_path / "in.jsonl", _rows(11))
+    args = ("--seed", 4, "--max-tokens", 8, "--ignore-eos")
+    here(capsys, *run_args(byte_llama, source, tmp_path / "whole.jsonl", *args))
+    records = []
+    for index in range(3):
+        output = tmp_path / f"{index}.jsonl"
+        shard = (*args, "--shard", f"{index}/3")
+        here(capsys, *run_args(byte_llama, source, output, *shard))
+        assert "are done" in here(capsys, *run_args(byte_llama, source, output, *shard, "--resume"))
+        assert "shard was" in here(capsys, *run_args(byte_llama, source, output, *args, "--resume"), status=1)
+        own = _tokens(output)
+        assert [record["index"] for record in own] == list(range(index, 11, 3))
+        records += own
+    assert sorted(records, key=lambda record: record["index"]) == _tokens(tmp_path / "whole.jsonl")
