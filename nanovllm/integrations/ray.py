@@ -1,4 +1,4 @@
-"""Ray Data on this engine, over any number of machines (`pip install "nanovllm[ray]"`).
+"""Ray Data on this engine, over any number of machines (`pip install "ray[data]"`).
 
     dataset = ray.data.read_parquet("prompts")
     dataset = predict(dataset, "path/to/model", SamplingParams(max_tokens=256), num_actors=8)

@@ -186,7 +186,7 @@ def _parquet_file(path: Path) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise JobError(f"{path}: a Parquet file needs the package pyarrow: pip install 'nanovllm[parquet]'") from None
+        raise JobError(f"{path}: a Parquet file needs the package pyarrow: pip install pyarrow") from None
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
