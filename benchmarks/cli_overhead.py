@@ -2,13 +2,15 @@
 
     python -m benchmarks.cli_overhead
 
-Both run in processes of their own, in turn; loading the model is not counted. The last line is JSON.
+Both run in processes of their own, in turn. Seconds are those of the job alone; CPU seconds, which a busy machine
+disturbs less, are those of the whole process, start and loading included. The last line is JSON.
 """
 
 import argparse
 import json
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -49,17 +51,24 @@ def main() -> None:
         with source.open("w") as file:
             for _ in range(args.num_rows):
                 file.write(json.dumps({"prompt": " ".join(rng.choices(_WORDS, k=args.num_words))}) + "\n")
-        generate, run = [], []
+        generate, run, generate_cpu, run_cpu = [], [], [], []
         for _ in range(args.repeats):
+            started = _cpu_seconds()
             generate.append(float(_output_of(["-c", _GENERATE, model, str(source), *sizes])))
+            generate_cpu.append(_cpu_seconds() - started)
             for path in (output, Path(f"{output}.job")):
                 path.unlink(missing_ok=True)
+            started = _cpu_seconds()
             run.append(_seconds_of_run(["--model", model, str(source), "-o", str(output)], sizes))
+            run_cpu.append(_cpu_seconds() - started)
     result = {
         "job": f"{args.num_rows} rows of {args.num_words} words, {args.max_tokens} tokens out",
         "generate_seconds": [round(seconds, 2) for seconds in generate],
         "run_seconds": [round(seconds, 2) for seconds in run],
+        "generate_cpu_seconds": [round(seconds, 2) for seconds in generate_cpu],
+        "run_cpu_seconds": [round(seconds, 2) for seconds in run_cpu],
         "throughput_of_generate": round(statistics.median(generate) / statistics.median(run), 3),
+        "the_same_by_cpu_seconds": round(statistics.median(generate_cpu) / statistics.median(run_cpu), 3),
         **describe_environment(),
     }
     for key, value in result.items():
@@ -72,6 +81,12 @@ def _seconds_of_run(arguments: list[str], sizes: list[str]) -> float:
     match = re.search(r"rows in ([\d.]+) s", _output_of(["-m", "nanovllm", "run", *arguments, *flags]))
     assert match is not None
     return float(match.group(1))
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that have been waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _output_of(arguments: list[str]) -> str:
