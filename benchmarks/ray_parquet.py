@@ -3,8 +3,7 @@
     python -m benchmarks.ray_parquet path/to/model prompts/ answers/ --actors 8
 
 Run it on a node of the cluster (`ray start`), or alone, which starts a cluster of this machine. Paths, and the model's,
-must mean the same on every node. `prompts/` has a column `prompt`; `answers/` gets `generated_text` and `error` beside
-all columns.
+must mean the same on every node. `prompts/` has a column `prompt`; `answers/` gets `generated_text` and `error`, too.
 """
 
 import argparse

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from nanovllm.config import Config
-from nanovllm.engine.child_process import WorkerError
+from nanovllm.engine.child_process import Failure, WorkerError
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import Prompt, RequestParams
-from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
 from nanovllm.engine.placement import place_replicas
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.replica import Request, pack_params
@@ -62,6 +62,7 @@ class DataParallelLLM(LLM):
 
         Raises:
             WorkerError: a replica has died for the second time. The engine is closed then.
+            ResultError: as of one engine.
         """
         self.check_open()
         replicas, output = self._replicas, StepOutput()
@@ -70,7 +71,7 @@ class DataParallelLLM(LLM):
             self._poll(0.0 if replicas.finished else None)
         output.num_prefill_tokens = replicas.num_prefill_tokens - num_prefill
         output.num_decode_tokens = replicas.num_decode_tokens - num_decode
-        output.finished, replicas.finished = replicas.finished, {}
+        output.finished = self._take_finished()
         for request_id, result in output.finished.items():
             for index, sample in enumerate(result.get("samples", [result])):
                 output.new_token_ids[request_id + index] = sample["token_ids"]
@@ -83,7 +84,7 @@ class DataParallelLLM(LLM):
             id -> result; nothing if nothing is unfinished.
 
         Raises:
-            WorkerError: a replica has died for the second time. The engine is closed then.
+            WorkerError, ResultError: as `step`.
         """
         self.check_open()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -92,8 +93,7 @@ class DataParallelLLM(LLM):
             self._poll(0 if self._replicas.finished else remaining)
             if self._replicas.finished or remaining == 0:
                 break
-        finished, self._replicas.finished = self._replicas.finished, {}
-        return finished
+        return self._take_finished()
 
     @property
     def wants_more(self) -> bool:
@@ -133,6 +133,15 @@ class DataParallelLLM(LLM):
         self._replicas.add(Task(request, num_tokens, params.n))
         return request.request_id
 
+    def _take_finished(self) -> dict[int, Any]:
+        finished = self._replicas.finished
+        for request_id, output in finished.items():
+            if isinstance(output, Failure):
+                del finished[request_id]
+                raise _result_error(request_id, output)
+        self._replicas.finished = {}
+        return finished
+
     def _poll(self, timeout: float | None) -> None:
         try:
             self._replicas.poll(timeout)
@@ -160,10 +169,19 @@ class DataParallelLLM(LLM):
                     self._poll(None if feed.is_encoded else 0.0)
                     own = [request_id for request_id in replicas.finished if request_id in indices]
                     for request_id in own:
-                        outputs[indices.pop(request_id)] = replicas.finished.pop(request_id)
+                        output = replicas.finished.pop(request_id)
+                        if isinstance(output, Failure):
+                            raise _result_error(request_id, output)
+                        outputs[indices.pop(request_id)] = output
                     num_prefill = replicas.num_prefill_tokens - num_prefill
                     progress.update(num_prefill, replicas.num_decode_tokens - num_decode, len(own))
         except BaseException:
             self._replicas.forget(range(first_id, self._next_id))
             raise
         return outputs
+
+
+def _result_error(request_id: int, failure: Failure) -> ResultError:
+    error = ResultError(request_id)
+    error.__cause__ = RuntimeError(failure.traceback)
+    return error

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+import traceback
 from array import array
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.child_process import run_child
+from nanovllm.engine.child_process import Failure, run_child
 from nanovllm.engine.inputs import RequestParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scoring import ScoredIds, score_of
@@ -60,7 +61,7 @@ class Report:
 
     Attributes:
         begun: requests that left the waiting queue.
-        finished: request_id -> result.
+        finished: request_id -> result, a `Failure` if its text can't be decoded.
         num_prefill_tokens, num_decode_tokens: tokens computed.
     """
 
@@ -149,7 +150,12 @@ class Replica(LLMEngine):
             report.finished[self._request_ids.pop(seq_id)] = output
 
     def _output_of(self, seq: Sequence) -> Any:
-        return score_of(seq) if seq.is_only_scored else self.texts.output_of(seq)
+        if seq.is_only_scored:
+            return score_of(seq)
+        try:
+            return self.texts.output_of(seq)
+        except Exception:  # of this one result: it would be the same anywhere
+            return Failure(time.monotonic(), traceback.format_exc())
 
 
 def pack_params(params: list[RequestParams]) -> list[bytes]:

@@ -92,7 +92,7 @@ class Replicas:
     within seconds when this process dies. One that dies is started again, once, and its requests are done again.
 
     Attributes:
-        finished: request_id -> result of what nobody has taken from here yet.
+        finished: request_id -> result, as in `Report`, of what nobody has taken from here yet.
         num_prefill_tokens, num_decode_tokens: computed by all replicas so far.
     """
 

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine import child_process
 from nanovllm.engine import replicas as replicas_module
 from nanovllm.engine.child_process import WorkerError
+from nanovllm.engine.outputs import ResultError
 from nanovllm.engine.replica import Report, Request
 from nanovllm.engine.replicas import Replicas, Task, _Replica
 from tests.checkpoints import random_prompts, save_random_model
@@ -236,14 +238,14 @@ def test_death(one: LLM, byte_llama: Path, expected: list[list[int]], caplog: py
     """The first is made good; the second ends everything, and says what happened."""
     llm = _make(byte_llama)
     survivor, victim = llm._replicas.pids
-    threading.Timer(0.15, os.kill, (victim, signal.SIGKILL)).start()
+    threading.Timer(0.05, os.kill, (victim, signal.SIGKILL)).start()
     outputs = llm.generate(PROMPTS * 2, MEDIUM, use_tqdm=False)
     assert "replica 1 of 2 is restarted, and does" in caplog.text and "killed by SIGKILL" in caplog.text
     assert [output["token_ids"] for output in outputs] == _tokens(one, MEDIUM) * 2
     assert _tokens(llm) == expected
     pids = llm._replicas.pids
     assert pids[0] == survivor and pids[1] != victim
-    threading.Timer(0.15, os.kill, (pids[1], signal.SIGKILL)).start()
+    threading.Timer(0.05, os.kill, (pids[1], signal.SIGKILL)).start()
     reason = r"replica 1 of 2 was killed by SIGKILL\nIt had been restarted, since it was killed by SIGKILL"
     with pytest.raises(WorkerError, match=reason):
         llm.generate(PROMPTS * 8, MEDIUM, use_tqdm=False)
@@ -266,6 +268,36 @@ def test_replicas_of_two_ranks(byte_llama: Path, expected: list[list[int]], capl
     del llm
     gc.collect()
     _await_end(pids + ranks[0] + ranks[1])
+
+
+UNDECODABLE = """from nanovllm.engine.output_text import OutputTexts
+def output_of(self, seq, original=OutputTexts.output_of):
+    if seq.num_prompt_tokens == 5:
+        raise LookupError("this one")
+    return original(self, seq)
+OutputTexts.output_of = output_of
+main()"""
+
+
+def test_result_that_cannot_be_decoded(byte_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs this result, and no replica."""
+    monkeypatch.setattr(child_process, "_BOOT", child_process._BOOT.replace("main()", f"exec({UNDECODABLE!r})"))
+    with _make(byte_llama) as llm:
+        pids = llm._replicas.pids
+        with pytest.raises(ResultError) as info:
+            _tokens(llm)
+        assert "LookupError: this one" in str(info.value.__cause__)
+        assert llm.is_finished()
+        bad, good = llm.submit(PROMPTS[2], GREEDY), llm.submit(PROMPTS[0], GREEDY)
+        results: dict[int, Any] = {}
+        errors = []
+        while not llm.is_finished():
+            try:
+                results |= llm.collect()
+            except ResultError as error:
+                errors.append(error.seq_id)
+        assert (errors, list(results)) == ([bad], [good])
+        assert llm._replicas.pids == pids
 
 
 def test_constructor_failures(tmp_path: Path, byte_llama: Path) -> None:
