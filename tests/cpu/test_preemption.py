@@ -48,16 +48,6 @@ def big(random_llama: Any, make_shared_llm: Any) -> LLM:
     return llm
 
 
-@pytest.fixture
-def eager_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admits whatever fits at the moment: the look-ahead would leave little to preempt."""
-
-    def fits(self: Scheduler, seq: Sequence, cached_block_ids: list[int], forecast: Any) -> bool:
-        return self.block_manager.num_new_blocks(seq, cached_block_ids) <= self.block_manager.num_free_blocks
-
-    monkeypatch.setattr(Scheduler, "_fits", fits)
-
-
 def num_preemptions(steps: list[Any]) -> int:
     return sum(step.num_preemptions for step in steps)
 

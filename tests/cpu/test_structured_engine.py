@@ -76,16 +76,6 @@ def llm(byte_llama: Path, make_shared_llm: Any) -> LLM:
 
 
 @pytest.fixture
-def eager_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admits whatever fits at the moment: the look-ahead would leave little to preempt."""
-
-    def fits(self: Scheduler, seq: Any, cached_block_ids: list[int], forecast: Any) -> bool:
-        return self.block_manager.num_new_blocks(seq, cached_block_ids) <= self.block_manager.num_free_blocks
-
-    monkeypatch.setattr(Scheduler, "_fits", fits)
-
-
-@pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> dict[Matcher, list[int]]:
     """The tokens that each matcher was told."""
     tokens: dict[Matcher, list[int]] = {}

@@ -11,7 +11,6 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import dummy_batch
 from nanovllm.engine.grammar_matcher import MaskFilling
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.models import build_model, resolve_architecture
@@ -70,20 +69,11 @@ def _assert_equal(outputs: list[Any], expected: list[Any]) -> None:
         assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], abs=1e-3)
 
 
+@pytest.mark.usefixtures("eager_admission")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_one_rank(
-    models: Any, make_llm: Any, drive: Any, assert_idle: Any, monkeypatch: pytest.MonkeyPatch, name: str, size: int
-) -> None:
+def test_equals_one_rank(models: Any, make_llm: Any, drive: Any, assert_idle: Any, name: str, size: int) -> None:
     """With preemptions, chunks and prefix hits."""
-    # Whatever fits at the moment is admitted: the look-ahead would leave little to preempt.
-    monkeypatch.setattr(
-        Scheduler,
-        "_fits",
-        lambda self, seq, cached, _: (
-            self.block_manager.num_new_blocks(seq, cached) <= self.block_manager.num_free_blocks
-        ),
-    )
     folder = models[name][0]
     single, several = make_llm(folder), make_llm(folder, tensor_parallel_size=size, **TIGHT)
     prompts, params = _jobs()
