@@ -53,6 +53,7 @@ class AsyncLLM:
             RuntimeError: the engine is closed.
             Exception: what made the step fail that the request was part of.
         """
+        await self._driver.prepare(sampling_params)
         request = _Request(asyncio.get_running_loop(), prompt, sampling_params, is_streamed=False)
         try:
             self._driver.submit(request)
@@ -69,6 +70,7 @@ class AsyncLLM:
         The request begins with the first `anext`. Closing or dropping the generator, or cancelling the task that waits
         for it, aborts the request. Whoever takes deltas more slowly than they come gets larger ones.
         """
+        await self._driver.prepare(sampling_params)
         request = _Request(asyncio.get_running_loop(), prompt, sampling_params, is_streamed=True)
         try:
             self._driver.submit(request)
@@ -150,6 +152,14 @@ class _Driver:
         self._mail: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Request, Any]]] = defaultdict(list)
         self._thread = threading.Thread(target=self._run, name="nanovllm", daemon=True)
         self._thread.start()
+
+    async def prepare(self, params: Any) -> None:
+        """Has a request's constraint compiled, for which the engine's thread, and with it everybody else, would have to
+        wait else. What is wrong with it is found again, and said, when the request is made."""
+        constraint = params.constraint if isinstance(params, SamplingParams) else None
+        if constraint is not None:
+            with suppress(Exception):
+                await asyncio.to_thread(self._llm.inputs.grammars.compile, constraint)
 
     def submit(self, request: _Request) -> None:
         self._commands.put(_Command("submit", request))

@@ -11,6 +11,7 @@ The grammar library is llguidance (docs/structured_output.md compares it with ot
 import json
 import logging
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -81,9 +82,10 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="nanovllm-grammar")
         self._vocabulary: Vocabulary | None = None
         self._grammars: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def compile(self, constraint: Constraint) -> "Future[Grammar]":
-        """The grammar of a constraint, now or later; most take a few milliseconds. Not thread-safe.
+        """The grammar of a constraint, now or later; most take a few milliseconds. Any thread may call this.
 
         Raises:
             ImportError: llguidance is not installed.
@@ -91,15 +93,18 @@ class GrammarCompiler:
                 model's tokenizer can't be used. A constraint that takes longer than `patience` fails later, in the
                 future.
         """
-        if self._vocabulary is None:
-            self._vocabulary = _make_vocabulary(self._tokenizer, self._num_ids, self._eos_token_ids)
-        future = self._grammars.get(constraint)
-        if future is None:
-            future = self._grammars[constraint] = self._pool.submit(_compile, constraint, self._vocabulary)
-            if len(self._grammars) > self._cache_size:
-                self._grammars.popitem(last=False)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = _make_vocabulary(self._tokenizer, self._num_ids, self._eos_token_ids)
+            future = self._grammars.get(constraint)
+            is_new = future is None
+            if future is None:
+                future = self._grammars[constraint] = self._pool.submit(_compile, constraint, self._vocabulary)
+                if len(self._grammars) > self._cache_size:
+                    self._grammars.popitem(last=False)
+            self._grammars.move_to_end(constraint)
+        if is_new:
             wait([future], self._patience)
-        self._grammars.move_to_end(constraint)
         if future.done():
             future.result()
         return future

@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import random
+import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.async_llm import _Request
+from nanovllm.engine import grammar_compiler
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import ResultError
 from tests.asynchronous import collect, is_idle, parts, run, wait_until
@@ -233,3 +236,39 @@ def test_text_that_cannot_be_decoded(make_async_llm: Any, monkeypatch: pytest.Mo
     results = run(main())
     assert [type(result) for result in results] == [ResultError, dict] * 3
     assert isinstance(results[0].__cause__, LookupError)
+
+
+def test_slow_constraint_stalls_nobody(make_async_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one task's constraint is compiled, another task's deltas come as ever."""
+    pytest.importorskip("llguidance")
+    compile_now = grammar_compiler._compile
+    begun, ended = [], []
+
+    def compile_slowly(*args: Any) -> Any:
+        begun.append(time.monotonic())
+        time.sleep(0.7)
+        ended.append(time.monotonic())
+        return compile_now(*args)
+
+    monkeypatch.setattr(grammar_compiler, "_compile", compile_slowly)
+    arrivals: list[float] = []
+
+    async def main() -> tuple[Any, Any]:
+        async with make_async_llm() as engine:
+
+            async def watch() -> None:
+                while not ended:
+                    async for _ in engine.stream("x", LONG):
+                        arrivals.append(time.monotonic())
+
+            constrained = engine.generate("y", replace(PARAMS, regex="[ab]{3}"))
+            return (await asyncio.gather(watch(), constrained))[1], await asyncio.gather(
+                engine.generate("y", replace(PARAMS, regex="a{2")), return_exceptions=True
+            )
+
+    output, (error,) = run(main())
+    assert output["finish_reason"] == "stop" and len(output["text"]) == 3
+    assert isinstance(error, ValueError) and "sampling params 0: regex" in str(error)
+    meanwhile = [moment for moment in arrivals if begun[0] < moment < ended[0]]
+    gaps = [after - before for before, after in pairwise(meanwhile)]
+    assert len(meanwhile) > 10 and max(gaps) < 0.35

@@ -25,6 +25,7 @@ from nanovllm.engine.outputs import ResultError
 from nanovllm.engine.replica import Report, Request
 from nanovllm.engine.replicas import Replicas, Task, _Replica
 from tests.checkpoints import random_prompts, save_random_model
+from tests.processes import is_alive
 
 SETTINGS = {"device": "cpu", "num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 8, "seed": 7}
 SETTINGS["max_num_batched_tokens"] = 64
@@ -44,21 +45,13 @@ def _tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _await_end(pids: list[int], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
-    while any(map(_is_alive, pids)):
+    while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a process is left"
         time.sleep(0.05)
 
@@ -249,7 +242,7 @@ def test_death(one: LLM, byte_llama: Path, expected: list[list[int]], caplog: py
     reason = r"replica 1 of 2 was killed by SIGKILL\nIt had been restarted, since it was killed by SIGKILL"
     with pytest.raises(WorkerError, match=reason):
         llm.generate(PROMPTS * 8, MEDIUM, use_tqdm=False)
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
     with pytest.raises(RuntimeError, match="this engine is closed"):
         _tokens(llm)
     llm.close()

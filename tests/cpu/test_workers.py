@@ -19,6 +19,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.engine import child_process, tensor_parallel, workers
 from nanovllm.engine.child_process import ChildProcess, WorkerError
 from tests.checkpoints import random_prompts, save_random_model
+from tests.processes import is_alive
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -64,14 +65,6 @@ def _tokens(llm: LLM) -> list[list[int]]:
     return [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _inject(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     boot = child_process._BOOT.replace("main()", f"from tests.faults import install; install({fault!r}); main()")
     monkeypatch.setattr(child_process, "_BOOT", boot)
@@ -85,11 +78,11 @@ def test_several_engines(random_llama: Any, expected: Any, started: list[int]) -
     first.step()
     first.close()
     first.close()
-    assert [_is_alive(pid) for pid in started] == [False, True]
+    assert [is_alive(pid) for pid in started] == [False, True]
     assert _tokens(second) == expected
     del second
     gc.collect()
-    assert not any(map(_is_alive, started))
+    assert not any(map(is_alive, started))
     with pytest.raises(RuntimeError, match="closed"):
         _tokens(first)
 
@@ -111,7 +104,7 @@ def test_constructor_failures(
         with pytest.raises(WorkerError, match=r"rank 1 failed:\n(?s:.*)fail\n(?s:.*)LookupError: a fault of rank 1"):
             _make(random_llama[0])
     assert len(started) == 3
-    assert not any(map(_is_alive, started))
+    assert not any(map(is_alive, started))
     with _make(random_llama[0]) as llm:
         assert _tokens(llm) == expected
 
@@ -135,7 +128,7 @@ def test_lost_worker(random_llama: Any, started: list[int], monkeypatch: pytest.
     with pytest.raises(WorkerError, match=reason[cause]):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert time.monotonic() - start < SECONDS_TO_FAIL
-    assert not _is_alive(started[0])
+    assert not is_alive(started[0])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="this engine is closed"):
             _tokens(llm)
@@ -201,13 +194,13 @@ def test_script_from_stdin(random_llama: Any, expected: Any) -> None:
     """Guards against scripts that need a main guard, and against warnings at the end of one that closes nothing."""
     code, tokens, noise, pids = _run(random_llama[0], is_stdin=True)
     assert (code, tokens, noise) == (0, expected, "")
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_script_that_fails(random_llama: Any, expected: Any) -> None:
     code, tokens, noise, pids = _run(random_llama[0], after="raise SystemExit('no luck')")
     assert (code, tokens, noise) == (1, expected, "no luck")
-    assert not any(map(_is_alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize("worker", ["working", "hanging"])
@@ -224,6 +217,6 @@ def test_killed_driver(random_llama: Any, worker: str) -> None:
     )
     assert (code, tokens, noise) == (-signal.SIGKILL, [], "")
     deadline = time.monotonic() + SECONDS_TO_FAIL
-    while any(map(_is_alive, pids)):
+    while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a worker outlives rank 0"
         time.sleep(0.1)
