@@ -11,9 +11,7 @@ import json
 import time
 from collections import defaultdict
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
+from benchmarks.gpu_time import idle_share, profile_device
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.throughput import waiting_time
 from benchmarks.workloads import describe_environment
@@ -46,21 +44,10 @@ def measure(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, object]
         for _ in range(NUM_STEPS):
             llm.step()
         seconds = time.perf_counter() - started
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(NUM_STEPS):
-            llm.step()
-        torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    spans = profile_device(lambda: [llm.step() for _ in range(NUM_STEPS)])
     by_name: dict[str, list[float]] = defaultdict(list)
-    busy, busy_until = 0.0, spans[0][0]
     for start, end, name in spans:
         by_name[name].append(end - start)
-        busy += max(0.0, end - max(start, busy_until))
-        busy_until = max(busy_until, end)
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
         print(f"  {sum(times) / NUM_STEPS:9.1f} us a step, {len(times) / NUM_STEPS:6.1f} x {name[:90]}")
     for seq in list(llm.scheduler.unfinished()):
@@ -69,7 +56,7 @@ def measure(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, object]
         llm.step()
     figures = {
         "step_ms": round(1e3 * seconds / NUM_STEPS, 3),
-        "idle_share": round(1 - busy / (busy_until - spans[0][0]), 4),
+        "idle_share": round(idle_share(spans), 4),
         "host_ms": round(1e3 * (seconds - sum(waited)) / NUM_STEPS, 3),
     }
     print(f"batch {batch}, context {args.context}: {figures}", flush=True)

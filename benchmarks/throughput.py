@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu_time import idle_share, profile_device
 from benchmarks.roofline import bound, measure_rates
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workloads import JOBS, Job, Request, describe_environment
@@ -29,6 +30,7 @@ from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.demo import demo_model
 
 HF_BATCH_SIZES = (8, 16, 32, 64)
+PROFILED_STEPS = range(100, 150)
 Pass = dict[str, float]
 
 
@@ -78,6 +80,7 @@ def run_nanovllm(model: str, args: argparse.Namespace) -> Iterator[tuple[str, di
             passes = [run_pass(llm, job.make(2 + repeat), args) for repeat in range(args.repeats)]
             median = sorted(passes, key=lambda p: p["seconds"])[len(passes) // 2]
             rate = num_output / median["seconds"]
+            idle = round(measure_idle(llm, job.make(2 + args.repeats), args), 4) if is_gpu else None
             yield (
                 name,
                 {
@@ -85,19 +88,42 @@ def run_nanovllm(model: str, args: argparse.Namespace) -> Iterator[tuple[str, di
                     "spread": [round(num_output / p["seconds"], 1) for p in passes],
                     "bound_share": round(rate * limit.seconds / num_output, 3),
                     **{key: round(value, 3) for key, value in median.items()},
+                    "gpu_idle_share": idle,
                     "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if is_gpu else None,
                     "attention": llm.runner.attention_name,
                 },
             )
 
 
+def measure_idle(llm: LLM, requests: list[Request], args: argparse.Namespace) -> float:
+    """Share of the time of some steps, in the middle of another pass, in which the GPU has nothing to do."""
+    seq_ids = add_requests(llm, requests, args)
+    for _ in range(PROFILED_STEPS.start):
+        llm.step()
+    spans = profile_device(lambda: [llm.step() for _ in PROFILED_STEPS])
+    for seq_id in seq_ids:
+        llm.abort(seq_id)
+    while not llm.is_finished():
+        llm.step()
+    return idle_share(spans)
+
+
+def add_requests(llm: LLM, requests: list[Request], args: argparse.Namespace) -> list[int]:
+    """Queues the requests of a pass; returns their seq_ids."""
+    filters = {"top_p": args.top_p} if args.top_p < 1 else {}
+    return [
+        llm.add_request(
+            r.prompt,
+            SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=r.max_tokens, **filters),
+        )
+        for r in requests
+    ]
+
+
 def run_pass(llm: LLM, requests: list[Request], args: argparse.Namespace) -> Pass:
     """Completes the requests step by step; what it took."""
-    filters = {"top_p": args.top_p} if args.top_p < 1 else {}
     started = time.perf_counter()
-    for r in requests:
-        params = SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=r.max_tokens, **filters)
-        llm.add_request(r.prompt, params)
+    add_requests(llm, requests, args)
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     counts: dict[int, int] = {}
