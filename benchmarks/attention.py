@@ -17,7 +17,7 @@ import torch
 from benchmarks.roofline import measure_rates
 from benchmarks.workloads import describe_environment
 from nanovllm.attention import CHOICES, AttentionBackend, AttentionSpec
-from nanovllm.utils.context import ForwardContext
+from nanovllm.utils.context import ForwardContext, SharedPrefixes
 
 DECODE_CASES = ((256, 800), (1024, 800), (128, 1000), (64, 900), (16, 1200), (1, 4096))  # batch, longest context
 PREFILL_CASES = ((32, 512, 512), (4, 4096, 4096), (64, 128, 2176))  # sequences, query length, context length
@@ -75,14 +75,16 @@ def time_case(backend: AttentionBackend, query_lens: list[int], context_lens: li
     for row, count in zip(tables, num_blocks, strict=True):
         row[:count] = torch.tensor([next(ids) for _ in range(count)])
     is_decode = query_lens[0] == 1
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=spec.device)
     context = ForwardContext(
         kv_slots=torch.empty(0, dtype=torch.int32),
         query_starts=torch.tensor([0, *query_lens]).cumsum(0).int().to(spec.device),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=spec.device),
+        context_lens=lens,
         block_tables=tables.to(spec.device),
         num_decode_seqs=len(query_lens) if is_decode else 0,
         max_query_len=0 if is_decode else max(query_lens),
         max_context_len=4096,
+        prefixes=SharedPrefixes.none(lens if is_decode else lens[:0]),
     )
     context.decode_plan = backend.prepare_decode(context) if is_decode else None
     context.prefill_plan = None if is_decode else backend.prepare_prefill(context)

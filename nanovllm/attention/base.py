@@ -51,6 +51,15 @@ class AttentionBackend(ABC):
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
+    @property
+    def group_capacity(self) -> int:
+        """Most sequences of a group of which `decode` reads a shared prefix once; 0 if it reads whole contexts."""
+        return 0
+
+    def shared_bytes(self, num_groups: int) -> int:
+        """Memory that decoding with so many groups takes at most, beside what it takes without any."""
+        return 0
+
     @classmethod
     @abstractmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:

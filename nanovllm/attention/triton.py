@@ -28,27 +28,49 @@ class TritonBackend(AttentionBackend):
             reasons.append(f"block size {spec.block_size} is not a multiple of 16")
         return reasons
 
-    def prepare_decode(self, context: ForwardContext) -> Any:
-        from nanovllm.kernels.decode_plan import plan_decode
+    @property
+    def group_capacity(self) -> int:
+        from nanovllm.kernels.shared_prefix import group_capacity
+
+        return group_capacity(self.spec.num_heads, self.spec.num_kv_heads, self.spec.dtype)
+
+    def shared_bytes(self, num_groups: int) -> int:
+        from nanovllm.kernels.shared_prefix import shared_bytes
 
         spec = self.spec
-        lens = context.context_lens[: context.num_decode_seqs]
-        return plan_decode(lens, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype) if len(lens) else None
+        return shared_bytes(num_groups, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
+
+    def prepare_decode(self, context: ForwardContext) -> Any:
+        from nanovllm.kernels.decode_plan import plan_decode
+        from nanovllm.kernels.shared_prefix import plan_shared
+
+        spec, prefixes = self.spec, context.prefixes
+        if not len(prefixes.own_lens):
+            return None
+        sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype)
+        shared_plan = plan_shared(prefixes, *sizes) if len(prefixes.lens) else None
+        return plan_decode(prefixes.own_lens, *sizes), shared_plan
 
     def decode(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         from nanovllm.kernels.paged_decode import paged_decode_attention
+        from nanovllm.kernels.shared_prefix import shared_prefix_attention
 
-        num_seqs = context.num_decode_seqs
+        plan, shared_plan = context.decode_plan
+        prefixes, tables = context.prefixes, context.block_tables[: context.num_decode_seqs]
+        if shared_plan is not None:
+            shared_prefix_attention(query, k_cache, v_cache, tables, prefixes, self.spec.scale, shared_plan)
         return paged_decode_attention(
             query,
             k_cache,
             v_cache,
-            context.block_tables[:num_seqs],
-            context.context_lens[:num_seqs],
+            tables,
+            prefixes.own_lens,
             self.spec.scale,
-            context.decode_plan,
+            plan,
+            prefixes.shared_lens,
+            shared_plan,
         )
 
     def prefill(

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.extras import PackedExtras, pack_extras
+from nanovllm.engine.prefix_groups import PrefixGrouper, PrefixGroups, max_num_groups
 from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import Sequence
 
@@ -44,6 +45,7 @@ class PackedBatch:
         num_decode_seqs: the first so many sequences have one query token.
         max_query_len: longest query of the others, 0 if there are none.
         max_context_len: longest context.
+        groups: what the first `num_decode_seqs` sequences share.
         extras: what some rows ask for beside all this; None if none does.
     """
 
@@ -68,6 +70,7 @@ class PackedBatch:
     num_decode_seqs: int
     max_query_len: int
     max_context_len: int
+    groups: PrefixGroups
     extras: PackedExtras | None = None
 
     @property
@@ -82,8 +85,9 @@ class PackedBatch:
         return not len(self.banned_ids) and self.extras is None
 
 
-def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
-    """Packs a batch right after it was scheduled, before its sequences move on."""
+def pack(batch: ScheduledBatch, block_size: int, grouper: PrefixGrouper | None = None) -> PackedBatch:
+    """Packs a batch right after it was scheduled, before its sequences move on. Without `grouper`, each sequence is
+    to attend to its context alone."""
     sequences = batch.sequences
     starts, query_lens = _ints(batch.starts), _ints(batch.num_query_tokens)
     query_starts = np.zeros(len(sequences) + 1, dtype=np.int32)
@@ -96,12 +100,17 @@ def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
     sampled_rows = np.flatnonzero(batch.is_sampled)
     sampled_sequences = batch.sampled_sequences
     num_decode_seqs = int(np.count_nonzero(query_lens == 1))
+    context_lens = starts + query_lens
+    groups = PrefixGroups.none(context_lens[:num_decode_seqs])
+    if grouper is not None:
+        seq_ids = [seq.seq_id for seq in sequences[:num_decode_seqs]]
+        groups = grouper.find(seq_ids, block_tables[:num_decode_seqs], context_lens[:num_decode_seqs])
     return PackedBatch(
         token_ids=_pack_token_ids(batch),
         positions=positions,
         kv_slots=block_tables[row_of_token, positions // block_size] * block_size + positions % block_size,
         query_starts=query_starts,
-        context_lens=starts + query_lens,
+        context_lens=context_lens,
         block_tables=block_tables,
         slots=slots,
         # A prompt is rotated for its own length, each later token for the length that it completes.
@@ -110,7 +119,8 @@ def pack(batch: ScheduledBatch, block_size: int) -> PackedBatch:
         sampled_slots=slots[sampled_rows],
         num_decode_seqs=num_decode_seqs,
         max_query_len=int(query_lens[num_decode_seqs:].max(initial=0)),
-        max_context_len=int((starts + query_lens).max()),
+        max_context_len=int(context_lens.max()),
+        groups=groups,
         extras=pack_extras(batch, sampled_sequences, query_starts),
         **pack_sampling(sampled_sequences),
     )
@@ -151,11 +161,15 @@ def pad_decode(batch: PackedBatch, num_seqs: int, table_width: int, dummy_slot: 
         top_p=pad(batch.top_p, 1),
         min_p=pad(batch.min_p),
         num_decode_seqs=num_seqs,
+        groups=batch.groups.padded(num_seqs, max_num_groups(num_seqs)),
     )
 
 
-def dummy_batch(num_seqs: int, query_len: int, *, dummy_slot: int, num_filters: int = 0) -> PackedBatch:
-    """A batch of the largest cost for its shape, to warm up and to measure with: it stores no KV and reads block 0."""
+def dummy_batch(
+    num_seqs: int, query_len: int, *, dummy_slot: int, num_filters: int = 0, group_capacity: int = 0
+) -> PackedBatch:
+    """A batch of the largest cost for its shape, to warm up and to measure with: it stores no KV and reads block 0.
+    Nothing is shared in it, but there is room for groups of `group_capacity` sequences."""
     num_tokens = num_seqs * query_len
     rows = np.arange(num_seqs, dtype=np.int32)
     positions = np.tile(np.arange(query_len, dtype=np.int32), num_seqs)
@@ -181,6 +195,9 @@ def dummy_batch(num_seqs: int, query_len: int, *, dummy_slot: int, num_filters: 
         num_decode_seqs=num_seqs if query_len == 1 else 0,
         max_query_len=0 if query_len == 1 else query_len,
         max_context_len=query_len,
+        groups=PrefixGroups.none(
+            np.ones(num_seqs if query_len == 1 else 0, dtype=np.int32), group_capacity, max_num_groups(num_seqs)
+        ),
     )
 
 

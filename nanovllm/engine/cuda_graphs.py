@@ -35,6 +35,7 @@ class DecodeGraphs:
         table_width: int,
         max_context_len: int,
         dummy_slot: int,
+        group_capacity: int,
         device: torch.device,
     ) -> None:
         """Captures every size, the largest first, so that the others share its memory.
@@ -45,9 +46,11 @@ class DecodeGraphs:
             table_width: blocks of the longest sequence.
             max_context_len: tokens of the longest sequence.
             dummy_slot: where padding rows leave their token.
+            group_capacity: most sequences of a group that shares a prefix.
         """
         self.batch_sizes = sorted(batch_sizes)
         self._table_width, self._dummy_slot = table_width, dummy_slot
+        self._group_capacity = group_capacity
         self._pool = torch.cuda.graph_pool_handle()
         self._forward: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._sampling: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -92,5 +95,5 @@ class DecodeGraphs:
         return graph, output
 
     def _padded_dummy(self, size: int) -> PackedBatch:
-        batch = dummy_batch(size, 1, dummy_slot=self._dummy_slot, num_filters=size)
+        batch = dummy_batch(size, 1, dummy_slot=self._dummy_slot, num_filters=size, group_capacity=self._group_capacity)
         return pad_decode(batch, size, self._table_width, self._dummy_slot)

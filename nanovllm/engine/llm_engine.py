@@ -16,6 +16,7 @@ from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
 from nanovllm.engine.launched_step import LaunchedStep, begin_masks, constrained_sequences
 from nanovllm.engine.output_text import OutputTexts
 from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
+from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
@@ -64,6 +65,7 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.entrance = Entrance(self.scheduler)
+        self._grouper = PrefixGrouper(block_size, self.runner.group_capacity)
         self._make_way_in(spec, num_blocks * block_size)
         self._in_flight: LaunchedStep | None = None
         # Every request is in one of these, as its first sample, from its arrival until it is reported.
@@ -243,7 +245,7 @@ class LLMEngine:
             if self.entrance.num_held:
                 self._retire(self.entrance.open())
             batch = self.scheduler.schedule()
-            packed = pack(batch, self.block_manager.block_size) if batch.sequences else None
+            packed = pack(batch, self.block_manager.block_size, self._grouper) if batch.sequences else None
             previous = self._in_flight
             if previous is not None and previous.handle is None:
                 previous.handle = self.runner.sample(previous.take_masks())

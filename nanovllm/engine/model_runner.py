@@ -20,6 +20,7 @@ from nanovllm.engine.extra_sampler import ExtraSampler
 from nanovllm.engine.extras import PackedExtras
 from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
 from nanovllm.engine.placement import resolve_device, resolve_dtype
+from nanovllm.engine.prefix_groups import max_num_groups
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_tensors import StepTensors, host_ints, upload, upload_extras, upload_ints, view_flat
 from nanovllm.layers.attention import LayerCache
@@ -94,6 +95,7 @@ class ModelRunner:
         self.decode_backend = self.prefill_backend
         if backends.decode is not backends.prefill:
             self.decode_backend = backends.decode(attention_spec)
+        self.group_capacity = self.decode_backend.group_capacity
 
     def _prepare(self) -> None:
         """Everything else that a step works on."""
@@ -249,6 +251,7 @@ class ModelRunner:
                 table_width=-(-self.max_model_len // self.block_size),
                 max_context_len=self.max_model_len,
                 dummy_slot=self.config.max_num_seqs,
+                group_capacity=self.group_capacity,
                 device=self.device,
             )
 
@@ -290,14 +293,22 @@ class ModelRunner:
         config = self.config
         num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         query_len = min(-(-config.max_num_batched_tokens // num_seqs), self.max_model_len)
-        return dummy_batch(num_seqs, query_len, dummy_slot=config.max_num_seqs, num_filters=num_seqs)
+        return self._dummy_batch(num_seqs, query_len)
+
+    def _dummy_batch(self, num_seqs: int, query_len: int) -> PackedBatch:
+        return dummy_batch(
+            num_seqs,
+            query_len,
+            dummy_slot=self.config.max_num_seqs,
+            num_filters=num_seqs,
+            group_capacity=self.group_capacity,
+        )
 
     @torch.inference_mode()
     def _compile_ahead(self) -> None:
         """Compiles all kernels at once, rather than each when a step first comes to it."""
-        dummy_slot = self.config.max_num_seqs
         with kernels.compiling_ahead():
-            batches = [dummy_batch(size, 1, dummy_slot=dummy_slot, num_filters=size) for size in (1, 64, 128, 256)]
+            batches = [self._dummy_batch(size, 1) for size in (1, 64, 128, 256)]
             for batch in (*batches, self._largest_batch()):
                 inputs = view_flat(upload(batch, self.device), batch)
                 self._sample(self._forward(inputs), inputs)
@@ -311,6 +322,7 @@ class ModelRunner:
         batch = self._largest_batch()
         self._launch(batch)
         activations = torch.cuda.max_memory_allocated(self.device) - before
+        activations += self.decode_backend.shared_bytes(max_num_groups(len(batch.slots)))
         activations += self.extra_sampler.peak_bytes(len(batch.slots), self.model.spec.vocab_size, self.dtype.itemsize)
         graphs = 0
         if self._wants_graphs:

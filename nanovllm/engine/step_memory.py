@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.prefix_groups import MAX_CAPACITY, MAX_LEVELS, PrefixGroups, max_num_groups
 
 IntArray = npt.NDArray[np.int32]
 
@@ -25,7 +26,8 @@ _ARRAYS = (
     "logits_indices",
     "sampled_slots",
 )
-_HEADER_SIZE = 9
+_GROUP_ARRAYS = ("own_lens", "shared_lens", "places", "starts", "lens", "members")
+_HEADER_SIZE = 11
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,11 @@ class StepLimits:
     @property
     def num_bytes(self) -> int:
         per_token = 5  # token_ids, positions, kv_slots, rope_lens, rows of scored prompt tokens
-        per_seq = 5 + self.table_width  # query_starts, context_lens, slots, logits_indices, sampled_slots, block table
-        return 4 * (_HEADER_SIZE + 1 + self.num_tokens * per_token + self.num_seqs * per_seq)
+        # query_starts, context_lens, slots, logits_indices, sampled_slots, block table; own_lens, shared_lens, places
+        per_seq = 5 + self.table_width + 2 + MAX_LEVELS
+        per_group = 2 + MAX_CAPACITY  # starts, lens, members
+        num_values = self.num_tokens * per_token + self.num_seqs * per_seq + max_num_groups(self.num_seqs) * per_group
+        return 4 * (_HEADER_SIZE + 1 + num_values)
 
 
 class StepMemory:
@@ -73,9 +78,11 @@ class StepMemory:
             batch.num_decode_seqs,
             batch.max_query_len,
             batch.max_context_len,
+            *batch.groups.members.shape,
         )
         offset = _HEADER_SIZE
-        for array in (*(getattr(batch, name) for name in _ARRAYS), prompt_rows):
+        arrays = [getattr(batch, name) for name in _ARRAYS] + [getattr(batch.groups, name) for name in _GROUP_ARRAYS]
+        for array in (*arrays, prompt_rows):
             self._values[offset : offset + array.size] = array.ravel()
             offset += array.size
 
@@ -83,7 +90,8 @@ class StepMemory:
         """A copy of the step, without what says how tokens are chosen; and rows of its tokens whose logits are wanted
         beside those of the sampled tokens, or None if its sampling is plain."""
         header = [int(value) for value in self._values[:_HEADER_SIZE]]
-        num_tokens, num_seqs, width, num_sampled, num_prompt_rows, is_plain = header[:6]
+        num_tokens, num_seqs, width, num_sampled, num_prompt_rows, is_plain, num_decode_seqs = header[:7]
+        num_groups, capacity = header[9:]
         shapes: list[tuple[int, ...]] = [
             *[(num_tokens,)] * 3,
             (num_seqs + 1,),
@@ -92,6 +100,10 @@ class StepMemory:
             (num_seqs,),
             (num_tokens,),
             *[(num_sampled,)] * 2,
+            *[(num_decode_seqs,)] * 2,
+            (num_decode_seqs, MAX_LEVELS),
+            *[(num_groups,)] * 2,
+            (num_groups, capacity),
             (num_prompt_rows,),
         ]
         arrays, offset = [], _HEADER_SIZE
@@ -102,9 +114,10 @@ class StepMemory:
         batch = PackedBatch(
             **dict(zip(_ARRAYS, arrays, strict=False)),
             **_no_sampling(num_sampled),  # type: ignore[arg-type]
-            num_decode_seqs=header[6],
+            num_decode_seqs=num_decode_seqs,
             max_query_len=header[7],
             max_context_len=header[8],
+            groups=PrefixGroups(*arrays[len(_ARRAYS) : -1]),
         )
         return batch, None if is_plain else arrays[-1]
 

@@ -9,7 +9,8 @@ import torch
 
 from nanovllm.engine.batch import PackedBatch
 from nanovllm.engine.extras import PackedExtras
-from nanovllm.utils.context import ForwardContext
+from nanovllm.engine.prefix_groups import PrefixGroups
+from nanovllm.utils.context import ForwardContext, SharedPrefixes
 
 # Kernels compile another variant for pointers that are not aligned to 16 bytes, so each array begins at such a place.
 _ALIGNMENT = 4
@@ -40,6 +41,7 @@ class StepTensors:
     num_decode_seqs: int
     max_query_len: int
     max_context_len: int
+    prefixes: SharedPrefixes
 
     def forward_context(self) -> ForwardContext:
         return ForwardContext(
@@ -50,6 +52,7 @@ class StepTensors:
             num_decode_seqs=self.num_decode_seqs,
             max_query_len=self.max_query_len,
             max_context_len=self.max_context_len,
+            prefixes=self.prefixes,
         )
 
 
@@ -83,16 +86,21 @@ class ExtraTensors:
 
 
 _ARRAY_NAMES = [field.name for field in fields(StepTensors) if field.type is torch.Tensor]
+_GROUP_NAMES = [field.name for field in fields(SharedPrefixes)]
 _EXTRA_NAMES = [field.name for field in fields(ExtraTensors)]
+_Packed = PackedBatch | PrefixGroups | PackedExtras
 
 
 def flatten(batch: PackedBatch) -> npt.NDArray[np.int32]:
     """All arrays of a batch but its extras one after the other, as 32-bit patterns, each at a multiple of 16 bytes."""
-    return _flatten(batch, _ARRAY_NAMES)
+    return _flatten(_arrays(batch, _ARRAY_NAMES) + _arrays(batch.groups, _GROUP_NAMES))
 
 
-def _flatten(packed: PackedBatch | PackedExtras, names: list[str]) -> npt.NDArray[np.int32]:
-    arrays = [getattr(packed, name) for name in names]
+def _arrays(packed: _Packed, names: list[str]) -> list[npt.NDArray[Any]]:
+    return [getattr(packed, name) for name in names]
+
+
+def _flatten(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[np.int32]:
     flat = np.empty(sum(_padded(array.size) for array in arrays), dtype=np.int32)
     offset = 0
     for array in arrays:
@@ -103,8 +111,12 @@ def _flatten(packed: PackedBatch | PackedExtras, names: list[str]) -> npt.NDArra
 
 def view_flat(flat: torch.Tensor, batch: PackedBatch, **changes: Any) -> StepTensors:
     """The arrays of `batch` as views of a flattened copy of it, on whatever device that is."""
+    views = _view_flat(flat, _arrays(batch, _ARRAY_NAMES) + _arrays(batch.groups, _GROUP_NAMES))
+    num_arrays = len(_ARRAY_NAMES)
+    tensors: dict[str, Any] = dict(zip(_ARRAY_NAMES, views[:num_arrays], strict=True))
     return StepTensors(
-        **_view_flat(flat, batch, _ARRAY_NAMES),
+        **tensors,
+        prefixes=SharedPrefixes(*views[num_arrays:]),
         **{
             "num_decode_seqs": batch.num_decode_seqs,
             "max_query_len": batch.max_query_len,
@@ -121,17 +133,15 @@ def upload(batch: PackedBatch, device: torch.device) -> torch.Tensor:
 
 def upload_extras(extras: PackedExtras, device: torch.device) -> ExtraTensors:
     """The extras on the device; the copy is only enqueued."""
-    flat = upload_ints(_flatten(extras, _EXTRA_NAMES), device)
-    return ExtraTensors(**_view_flat(flat, extras, _EXTRA_NAMES))
+    arrays = _arrays(extras, _EXTRA_NAMES)
+    return ExtraTensors(*_view_flat(upload_ints(_flatten(arrays), device), arrays))
 
 
-def _view_flat(flat: torch.Tensor, packed: PackedBatch | PackedExtras, names: list[str]) -> dict[str, Any]:
-    tensors: dict[str, Any] = {}
-    offset = 0
-    for name in names:
-        array = getattr(packed, name)
+def _view_flat(flat: torch.Tensor, arrays: list[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    tensors, offset = [], 0
+    for array in arrays:
         part = flat[offset : offset + array.size]
-        tensors[name] = (part.view(torch.float32) if array.dtype == np.float32 else part).view(array.shape)
+        tensors.append((part.view(torch.float32) if array.dtype == np.float32 else part).view(array.shape))
         offset += _padded(array.size)
     return tensors
 

@@ -1,7 +1,7 @@
 """How the work of decode attention is cut into equal shares: on the device, once a step.
 
 All sequences' contexts, one after the other, are a line of tiles; share s is the s-th of equally long pieces of it. The
-kernel that uses them is in `paged_decode.py`.
+kernels that use them are in `paged_decode.py`, and in `shared_prefix.py`, whose line is one of shared prefixes.
 """
 
 from dataclasses import dataclass
@@ -102,27 +102,37 @@ def plan_decode(
     device, num_seqs = context_lens.device, len(context_lens)
     num_shares = max(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_kv_heads, 1)
     tile = tile_length(padded(head_dim), dtype.itemsize)
-    plan = DecodePlan(
-        shares=torch.empty(num_shares, 8, dtype=torch.int32, device=device),
-        first_tiles=torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
-        arrivals=torch.empty(num_seqs, num_kv_heads, dtype=torch.int32, device=device),
+    arrivals = torch.empty(num_seqs, num_kv_heads, dtype=torch.int32, device=device)
+    shares, first_tiles = cut_into_shares(context_lens, num_shares, tile, arrivals)
+    return DecodePlan(
+        shares=shares,
+        first_tiles=first_tiles,
+        arrivals=arrivals,
         partial=torch.empty(2 * num_shares, num_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(2 * num_shares, num_heads, dtype=torch.float32, device=device),
         tile=tile,
     )
+
+
+def cut_into_shares(
+    lens: torch.Tensor, num_shares: int, tile: int, arrivals: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`shares` and `first_tiles` of a plan, for lens [num_seqs] int32; one launch, which sets `arrivals` to 0, too."""
+    shares = torch.empty(num_shares, 8, dtype=torch.int32, device=lens.device)
+    first_tiles = torch.empty(len(lens) + 1, dtype=torch.int32, device=lens.device)
     _plan_kernel[(num_shares,)](
-        context_lens,
-        plan.shares,
-        plan.first_tiles,
-        plan.arrivals,
-        num_seqs,
-        plan.arrivals.numel(),
+        lens,
+        shares,
+        first_tiles,
+        shares if arrivals is None else arrivals,
+        len(lens),
+        0 if arrivals is None else arrivals.numel(),
         TILE=tile,
         SHORTEST=SHORTEST_SHARE,
         BLOCK=PLAN_BLOCK,
         num_warps=4,
     )
-    return plan
+    return shares, first_tiles
 
 
 def padded(head_dim: int) -> int:

@@ -9,6 +9,9 @@ each program leaves a partial result, and the last to do so joins them by their 
 All query heads of a KV head are one tile, padded to 16 rows so that `tl.dot` uses the tensor cores: each K and V
 element is read once, and the padding is free because the kernel waits for memory, not for arithmetic.
 
+Where sequences share prefixes, `shared_prefix.py` has attended to those before: a sequence's context is what it has for
+itself then, and its softmax goes on from the results over the shared parts, as from a tile of keys.
+
 The grid depends on the GPU alone and the shares are laid out on the device, so a captured graph serves any lengths.
 """
 
@@ -25,11 +28,12 @@ from nanovllm.kernels.common import (
     wait_for_previous_kernel,
 )
 from nanovllm.kernels.decode_plan import DecodePlan, padded, tile_length
+from nanovllm.kernels.shared_prefix import SharedPlan
 
 MAX_REGISTERS = 128  # of a thread: leaves room for as many programs as the plan reckons with
 
 
-@triton.jit(do_not_specialize=["table_ptr", "context_lens_ptr", "table_row"])
+@triton.jit(do_not_specialize=["table_ptr", "context_lens_ptr", "shared_lens_ptr", "table_row"])
 def _decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -42,6 +46,10 @@ def _decode_kernel(
     partial_ptr,
     partial_lse_ptr,
     out_ptr,
+    shared_lens_ptr,
+    pieces_ptr,
+    shared_partial_ptr,
+    shared_lse_ptr,
     scale,  # softmax scale * log2(e)
     q_row,
     q_head,
@@ -60,6 +68,8 @@ def _decode_kernel(
     TILE: tl.constexpr,
     MERGE: tl.constexpr,
     MERGE_HEADS: tl.constexpr,
+    LEVELS: tl.constexpr,  # 0: nothing is shared
+    SHARED_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -83,6 +93,10 @@ def _decode_kernel(
     first_tile = tl.load(shares_ptr + 4)
     end_tile = tl.load(shares_ptr + 5)
     context = tl.load(shares_ptr + 6)
+    shared = 0
+    next_shared = 0
+    if LEVELS:
+        shared = tl.load(shared_lens_ptr + seq, mask=tile < share_end, other=0)
     while tile < share_end:
         stop = tl.minimum(end_tile, share_end)
         end = tl.minimum(context, (stop - first_tile) * TILE)
@@ -90,11 +104,19 @@ def _decode_kernel(
         has_next = stop < share_end
         next_end_tile = tl.load(first_tiles_ptr + seq + 2, mask=has_next, other=0)
         next_context = tl.load(context_lens_ptr + seq + 1, mask=has_next, other=0)
+        if LEVELS:
+            next_shared = tl.load(shared_lens_ptr + seq + 1, mask=has_next, other=0)
         q = tl.load(q_ptr + seq * q_row + head[:, None] * q_head + dim[None, :], mask=row_mask, other=0.0)
-        row_table_ptr = table_ptr + seq * table_row
+        row_table_ptr = table_ptr + seq * table_row + shared // PAGE
         acc = tl.zeros([ROWS, DIMS], tl.float32)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
+        if LEVELS:  # noqa: SIM102 (known when compiled)
+            if (tile == first_tile) & (shared > 0):
+                acc, peak, total = _take_shared(
+                    acc, peak, total, pieces_ptr + seq * LEVELS * 4, shared_partial_ptr, shared_lse_ptr,
+                    kv_head, GROUP, ROWS, HEAD_DIM, DIMS, LEVELS, SHARED_ROWS,
+                )  # fmt: skip
         for first in range((tile - first_tile) * TILE, end, TILE):
             page, slot, valid = locate_tokens(row_table_ptr, first, end, PAGE, TILE)
             mask = valid[:, None] & dim_ok[None, :]
@@ -130,7 +152,44 @@ def _decode_kernel(
                 )  # fmt: skip
         tile = stop
         seq += 1
-        first_tile, end_tile, context = end_tile, next_end_tile, next_context
+        first_tile, end_tile, context, shared = end_tile, next_end_tile, next_context, next_shared
+
+
+@triton.jit
+def _take_shared(
+    acc,  # [ROWS, DIMS] fp32
+    peak,  # [ROWS] fp32, of base-2 scores
+    total,  # [ROWS] fp32
+    pieces_ptr,  # of the sequence
+    partial_ptr,
+    partial_lse_ptr,
+    kv_head,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+):
+    """Fold the results over the sequence's shared prefixes into the running softmax."""
+    group = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    for level in range(LEVELS):
+        piece = tl.load(pieces_ptr + 4 * level)
+        end = piece + tl.load(pieces_ptr + 4 * level + 1)
+        first_row = tl.load(pieces_ptr + 4 * level + 2)
+        for index in range(piece, end):
+            row = (index * tl.num_programs(0) + kv_head).to(tl.int64) * SHARED_ROWS + first_row + group
+            lse = tl.load(partial_lse_ptr + row, mask=group < GROUP, other=0.0)  # finite: no inf - inf past GROUP
+            values = tl.load(partial_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+            new_peak = tl.maximum(peak, lse)
+            weight = tl.exp2(lse - new_peak)
+            shrink = tl.exp2(peak - new_peak)
+            acc = acc * shrink[:, None] + weight[:, None] * values
+            total = total * shrink + weight
+            peak = new_peak
+    return acc, peak, total
 
 
 @triton.jit
@@ -186,14 +245,19 @@ def paged_decode_attention(
     context_lens: torch.Tensor,
     scale: float,
     plan: DecodePlan,
+    shared_lens: torch.Tensor | None = None,
+    shared_plan: SharedPlan | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T) v of one query token a sequence over the first `context_lens[i]` cached tokens.
+    """softmax(scale * q k^T) v of one query token a sequence over its first cached tokens: `shared_lens[i]`, which
+    `shared_prefix_attention` has attended to, and the `context_lens[i]` after those.
 
     q:                [num_seqs, num_heads, head_dim], head_dim contiguous; num_heads a multiple of num_kv_heads
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, block_size a multiple of 16
     block_tables:     [num_seqs, max_blocks] int32; entries past a context's last block are never read
     context_lens:     [num_seqs] int32; a row of 0 (graph padding) gets anything, NaN included
     plan:             `plan_decode` of these context_lens and sizes
+    shared_lens:      [num_seqs] int32, multiples of block_size; None if nothing is shared
+    shared_plan:      holds the results over those
     returns:          [num_seqs, num_heads, head_dim], contiguous
     Raises ValueError when the shapes or dtypes disagree.
     """
@@ -211,6 +275,9 @@ def paged_decode_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_seqs == 0:
         return out
+    shared = (q, q, q, q)  # not looked at
+    if shared_plan is not None:
+        shared = (shared_lens, shared_plan.pieces, shared_plan.partial, shared_plan.partial_lse)
     _decode_kernel[(num_kv_heads, len(plan.shares))](
         q,
         k_cache,
@@ -223,6 +290,7 @@ def paged_decode_attention(
         plan.partial,
         plan.partial_lse,
         out,
+        *shared,
         scale * LOG2_E.value,
         *q.stride()[:2],
         *k_cache.stride()[:3],
@@ -236,6 +304,8 @@ def paged_decode_attention(
         TILE=plan.tile,
         MERGE=8 if heads <= 2 else 1,  # at a time; what the registers hold without spilling
         MERGE_HEADS=heads,
+        LEVELS=0 if shared_plan is None else shared_plan.pieces.shape[1],
+        SHARED_ROWS=0 if shared_plan is None else shared_plan.partial.shape[2],
         PRECISION=dot_precision(q.dtype),
         num_warps=4,
         num_stages=2,

@@ -19,7 +19,7 @@ from nanovllm.kernels.common import (
 
 
 @triton.jit
-def _attend(
+def attend_keys(
     acc,  # [ROWS, DIMS] fp32
     peak,  # [ROWS] fp32, of base-2 scores
     total,  # [ROWS] fp32
@@ -124,11 +124,11 @@ def _prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     all_see = (offset + first_row + 1) // TILE * TILE  # keys before this are visible to every row
     end = offset + tl.minimum(first_row + ROWS, query_len)  # the last row sees none from here on
-    acc, peak, total = _attend(
+    acc, peak, total = attend_keys(
         acc, peak, total, q, offset + row, 0, all_see, k_head_ptr, v_head_ptr, table_ptr, scale,
         k_block, k_slot, v_block, v_slot, HEAD_DIM, DIMS, PAGE, TILE, False, PRECISION,
     )  # fmt: skip
-    acc, peak, total = _attend(
+    acc, peak, total = attend_keys(
         acc, peak, total, q, offset + row, all_see, end, k_head_ptr, v_head_ptr, table_ptr, scale,
         k_block, k_slot, v_block, v_slot, HEAD_DIM, DIMS, PAGE, TILE, True, PRECISION,
     )  # fmt: skip

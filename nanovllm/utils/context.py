@@ -9,6 +9,32 @@ from typing import Any
 import torch
 
 
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Groups of decoding sequences that share a prefix, as tensors; see `engine.prefix_groups.PrefixGroups` for shapes
+    and meaning. There may be none: G is 0 then."""
+
+    own_lens: torch.Tensor
+    shared_lens: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+    lens: torch.Tensor
+    members: torch.Tensor
+
+    @classmethod
+    def none(cls, context_lens: torch.Tensor) -> "SharedPrefixes":
+        """Of sequences that share nothing."""
+        empty = context_lens[:0]
+        return cls(
+            own_lens=context_lens,
+            shared_lens=torch.zeros_like(context_lens),
+            places=context_lens.new_full((len(context_lens), 1), -1),
+            starts=empty,
+            lens=empty,
+            members=empty[:, None],
+        )
+
+
 @dataclass
 class ForwardContext:
     """Metadata of a forward over T tokens of S sequences. Read by `Attention` and its backends only.
@@ -23,6 +49,7 @@ class ForwardContext:
         num_decode_seqs: number of sequences with one query token.
         max_query_len: longest query of the others, 0 if there are none.
         max_context_len: at least the longest context.
+        prefixes: what the decoding sequences share. A backend that makes no use of it attends to each whole context.
         decode_plan, prefill_plan: what the attention backends prepared for this batch, once for all layers.
     """
 
@@ -33,6 +60,7 @@ class ForwardContext:
     num_decode_seqs: int
     max_query_len: int
     max_context_len: int
+    prefixes: SharedPrefixes
     decode_plan: Any = None
     prefill_plan: Any = None
 

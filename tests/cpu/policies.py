@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, pack
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
 
@@ -77,9 +78,11 @@ class StubDevice:
         self.block_size = block_size
         self.kv_rows = [-1] * (num_blocks * block_size)
         self.last_tokens = [-1] * num_slots  # the device's table of last sampled tokens
+        self.num_shared_tokens = 0  # attended to through groups
 
     def run(self, packed: PackedBatch) -> tuple[list[list[int]], list[int]]:
-        """The tokens that each row attends to (its own included), and the sampled tokens.
+        """The tokens that each row attends to (its own included), and the sampled tokens. What the rows share they
+        read from the tables of the first members of their groups.
 
         All KV is stored before any is read, as in each layer of a real forward.
         """
@@ -91,10 +94,13 @@ class StubDevice:
             for index in range(bounds[row], bounds[row + 1]):
                 token_id = int(packed.token_ids[index])
                 self.kv_rows[kv_slots[index]] = self.last_tokens[slot] if token_id == UNKNOWN_TOKEN else token_id
-        histories = [
-            self._read(table, context_len)
-            for table, context_len in zip(packed.block_tables.tolist(), packed.context_lens.tolist(), strict=True)
-        ]
+        tables, context_lens = packed.block_tables.tolist(), packed.context_lens.tolist()
+        histories = []
+        for row, (table, context_len) in enumerate(zip(tables, context_lens, strict=True)):
+            start = int(packed.groups.shared_lens[row]) if row < packed.num_decode_seqs else 0
+            shared = self._read_groups(row, packed)
+            assert len(shared) == start and (not start or start + packed.groups.own_lens[row] == context_len)
+            histories.append(shared + self._read(table, start, context_len))
         banned: dict[int, set[int]] = {}
         for index, token_id in zip(packed.banned_rows.tolist(), packed.banned_ids.tolist(), strict=True):
             banned.setdefault(index, set()).add(token_id)
@@ -105,9 +111,22 @@ class StubDevice:
             self.last_tokens[packed.sampled_slots[index]] = sampled[-1]
         return histories, sampled
 
-    def _read(self, table: list[int], context_len: int) -> list[int]:
+    def _read_groups(self, row: int, packed: PackedBatch) -> list[int]:
+        groups, history = packed.groups, []
+        for place in groups.places[row].tolist() if row < packed.num_decode_seqs else []:
+            if place >= 0:
+                group, index = divmod(place, groups.members.shape[1])
+                assert groups.members[group, index] == row
+                start = int(groups.starts[group])
+                assert start == len(history), "the groups leave a gap"
+                table = packed.block_tables[groups.members[group, 0]].tolist()
+                history += self._read(table, start, start + int(groups.lens[group]))
+                self.num_shared_tokens += int(groups.lens[group])
+        return history
+
+    def _read(self, table: list[int], start: int, end: int) -> list[int]:
         size = self.block_size
-        return [self.kv_rows[table[position // size] * size + position % size] for position in range(context_len)]
+        return [self.kv_rows[table[position // size] * size + position % size] for position in range(start, end)]
 
 
 @dataclass
@@ -138,6 +157,7 @@ class StubEngine:
         )
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.device = StubDevice(num_blocks, block_size, self.scheduler.max_num_seqs)
+        self.grouper = PrefixGrouper(block_size, capacity=3)
         self.sequences: list[Sequence] = []
         self.num_preemptions = self.num_prefill_tokens = self.num_decode_tokens = 0
         self._expected_tokens: list[list[int]] = []  # by seq_id
@@ -230,7 +250,7 @@ class StubEngine:
         assert sorted(self.scheduler._free_slots) == list(range(self.scheduler.max_num_seqs))
 
     def _run(self, batch: ScheduledBatch) -> list[int]:
-        histories, sampled = self.device.run(pack(batch, self.manager.block_size))
+        histories, sampled = self.device.run(pack(batch, self.manager.block_size, self.grouper))
         for seq, history in zip(batch.sequences, histories, strict=True):
             expected = self._expected_tokens[seq.seq_id][: seq.num_computed_tokens]
             assert history == expected, f"sequence {seq.seq_id} attends to {history}, but consists of {expected}"

@@ -16,7 +16,9 @@ import torch
 import nanovllm.attention
 from nanovllm.attention import CHOICES, AttentionBackend, AttentionSpec, SelectedBackends, select_backends
 from nanovllm.attention.sdpa import SDPABackend
-from nanovllm.utils.context import ForwardContext, forward_context, get_forward_context
+from nanovllm.engine import prefix_groups
+from nanovllm.engine.prefix_groups import PrefixGrouper
+from nanovllm.utils.context import ForwardContext, SharedPrefixes, forward_context, get_forward_context
 
 # Name -> (query length, context length) of each sequence; those with one query token come first.
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -89,6 +91,7 @@ def make_batch(spec: AttentionSpec, lengths: list[tuple[int, int]], is_contiguou
         num_decode_seqs=num_decode,
         max_query_len=max(query_lens[num_decode:], default=0),
         max_context_len=max(context_lens),
+        prefixes=SharedPrefixes.none(torch.tensor(context_lens[:num_decode], dtype=torch.int32)),
     )
     query = randn(sum(query_lens), spec.num_heads, spec.head_dim)
     new = torch.cat(new_key), torch.cat(new_value)
@@ -210,6 +213,33 @@ def test_sequences_share_blocks_of_the_same_step() -> None:
     batch.keys[0] = torch.cat((batch.keys[1], batch.keys[0][16:]))
     batch.values[0] = torch.cat((batch.values[1], batch.values[0][16:]))
     assert_as_exact_as_torch(run(SDPABackend, batch), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", GROUPS.values(), ids=GROUPS.keys())
+def test_sdpa_reads_shared_prefixes_once(
+    heads: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of some sequences, nested ones, and a sequence without company: as if each read its whole context."""
+    batch = make_batch(
+        make_spec(*heads, 20, dtype=dtype), [(1, 70), (1, 40), (1, 99), (1, 65), (1, 33), (1, 5), (7, 40)]
+    )
+    table = batch.context.block_tables
+    for row, parent, num_blocks in ((1, 0, 2), (2, 0, 4), (3, 0, 4)):
+        table[row, :num_blocks] = table[parent, :num_blocks]
+        batch.keys[row][: 16 * num_blocks] = batch.keys[parent][: 16 * num_blocks]
+        batch.values[row][: 16 * num_blocks] = batch.values[parent][: 16 * num_blocks]
+    monkeypatch.setattr(prefix_groups, "_GROUP_COST", 0)
+    monkeypatch.setattr(prefix_groups, "_MEMBER_COST", 0)
+    groups = PrefixGrouper(16, 3).find(list(range(6)), table[:6].numpy(), batch.context.context_lens[:6].numpy())
+    assert groups.lens.tolist() == [32, 32, 32] and groups.shared_lens.tolist() == [64, 32, 64, 64, 0, 0]
+    batch.context.prefixes = SharedPrefixes(**{name: torch.from_numpy(array) for name, array in vars(groups).items()})
+    sizes = []
+    read = SDPABackend._read
+    monkeypatch.setattr(SDPABackend, "_read", lambda *args: (sizes.append(args[2].num_tokens), read(*args))[1])
+    assert_as_exact_as_torch(run(SDPABackend, batch), batch)
+    own = [70 - 64, 40 - 32, 99 - 64, 65 - 64, 33, 5]
+    assert sum(sizes) == 2 * (sum(own) + 3 * 32 + 40)
 
 
 @pytest.mark.parametrize("fault", ["table", "length", "mask", "group"])

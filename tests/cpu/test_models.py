@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.utils.context import ForwardContext, forward_context
+from nanovllm.utils.context import ForwardContext, SharedPrefixes, forward_context
 from tests.checkpoints import (
     VOCAB_SIZE,
     greedy_choices,
@@ -191,6 +191,7 @@ def _teacher_forced_logits(llm: LLM, ids: list[int], num_decoded: int) -> torch.
             num_decode_seqs=int(is_decode),
             max_query_len=0 if is_decode else end - start,
             max_context_len=end,
+            prefixes=SharedPrefixes.none(torch.full((int(is_decode),), end, dtype=torch.int32)),
         )
         context.decode_plan = runner.decode_backend.prepare_decode(context)
         context.prefill_plan = runner.prefill_backend.prepare_prefill(context)

@@ -5,12 +5,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import dummy_batch
 from nanovllm.engine.grammar_matcher import MaskFilling
+from nanovllm.engine.prefix_groups import MAX_CAPACITY
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.models import build_model, resolve_architecture
@@ -195,12 +197,16 @@ def test_step_memory_holds_the_largest_step() -> None:
     memory = StepMemory(limits)
     rng = random.Random(0)
     for num_seqs, query_len in ((4, 16), (4, 1), (1, 1)):
-        batch = dummy_batch(num_seqs, query_len, dummy_slot=rng.randrange(100))
+        batch = dummy_batch(num_seqs, query_len, dummy_slot=rng.randrange(100), group_capacity=MAX_CAPACITY)
+        for array in vars(batch.groups).values():
+            array[:] = np.arange(array.size).reshape(array.shape)
         memory.write(batch)
         copy, prompt_rows = memory.read()
         assert prompt_rows is None
         for name in ("token_ids", "positions", "query_starts", "block_tables", "sampled_slots", "logits_indices"):
             assert (getattr(copy, name) == getattr(batch, name)).all()
+        for name, array in vars(batch.groups).items():
+            assert (getattr(copy.groups, name) == array).all() and getattr(copy.groups, name).shape == array.shape
         assert (copy.num_decode_seqs, copy.max_query_len) == (batch.num_decode_seqs, batch.max_query_len)
         assert copy.is_pure_decode == batch.is_pure_decode
     assert SINGLE.size == 1
