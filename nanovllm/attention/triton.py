@@ -38,6 +38,8 @@ class TritonBackend(AttentionBackend):
         from nanovllm.kernels.shared_prefix import shared_bytes
 
         spec = self.spec
+        if self.group_capacity < 2:
+            return 0
         return shared_bytes(num_groups, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
 
     def prepare_decode(self, context: ForwardContext) -> Any:

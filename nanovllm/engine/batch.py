@@ -80,6 +80,11 @@ class PackedBatch:
         return self.num_decode_seqs == num_seqs == len(self.sampled_slots)
 
     @property
+    def has_groups(self) -> bool:
+        """Whether sequences attend to anything together."""
+        return len(self.groups.lens) > 0
+
+    @property
     def has_plain_sampling(self) -> bool:
         """Whether nothing but temperatures and filters touches the logits."""
         return not len(self.banned_ids) and self.extras is None
@@ -126,8 +131,9 @@ def pack(batch: ScheduledBatch, block_size: int, grouper: PrefixGrouper | None =
     )
 
 
-def pad_decode(batch: PackedBatch, num_seqs: int, table_width: int, dummy_slot: int) -> PackedBatch:
-    """A pure-decode batch with rows added up to `num_seqs`, tables widened to `table_width`, one filter entry a row.
+def pad_decode(batch: PackedBatch, num_seqs: int, dummy_slot: int) -> PackedBatch:
+    """A pure-decode batch with rows added up to `num_seqs`, one filter entry a row, and, if it has any groups, as many as
+    it could have at most.
 
     The added rows have an empty context, store no KV, and leave their token in `dummy_slot`.
     """
@@ -137,8 +143,6 @@ def pad_decode(batch: PackedBatch, num_seqs: int, table_width: int, dummy_slot: 
     def pad(array: npt.NDArray[Any], value: float = 0) -> npt.NDArray[Any]:
         return np.concatenate((array, np.full((num_added, *array.shape[1:]), value, dtype=array.dtype)))
 
-    block_tables = np.zeros((num_seqs, table_width), dtype=np.int32)
-    block_tables[: len(batch.block_tables), : batch.block_tables.shape[1]] = batch.block_tables
     filter_rows = np.full(num_seqs, -1, dtype=np.int32)
     filter_rows[: len(batch.filter_rows)] = batch.filter_rows
     rows = np.arange(num_seqs, dtype=np.int32)
@@ -149,7 +153,7 @@ def pad_decode(batch: PackedBatch, num_seqs: int, table_width: int, dummy_slot: 
         kv_slots=pad(batch.kv_slots, -1),
         query_starts=np.arange(num_seqs + 1, dtype=np.int32),
         context_lens=pad(batch.context_lens),
-        block_tables=block_tables,
+        block_tables=pad(batch.block_tables),
         slots=pad(batch.slots, dummy_slot),
         rope_lens=pad(batch.rope_lens, 1),
         logits_indices=rows,
@@ -161,15 +165,21 @@ def pad_decode(batch: PackedBatch, num_seqs: int, table_width: int, dummy_slot: 
         top_p=pad(batch.top_p, 1),
         min_p=pad(batch.min_p),
         num_decode_seqs=num_seqs,
-        groups=batch.groups.padded(num_seqs, max_num_groups(num_seqs)),
+        groups=batch.groups.padded(num_seqs, max_num_groups(num_seqs) if batch.has_groups else 0),
     )
 
 
 def dummy_batch(
-    num_seqs: int, query_len: int, *, dummy_slot: int, num_filters: int = 0, group_capacity: int = 0
+    num_seqs: int,
+    query_len: int,
+    *,
+    dummy_slot: int,
+    num_filters: int = 0,
+    group_capacity: int = 0,
+    num_groups: int = 0,
 ) -> PackedBatch:
-    """A batch of the largest cost for its shape, to warm up and to measure with: it stores no KV and reads block 0.
-    Nothing is shared in it, but there is room for groups of `group_capacity` sequences."""
+    """A batch of the largest cost for its shape, to warm up and to measure with: it stores no KV and reads block 0. Its
+    groups, of up to `group_capacity` sequences, are padding."""
     num_tokens = num_seqs * query_len
     rows = np.arange(num_seqs, dtype=np.int32)
     positions = np.tile(np.arange(query_len, dtype=np.int32), num_seqs)
@@ -196,7 +206,7 @@ def dummy_batch(
         max_query_len=0 if query_len == 1 else query_len,
         max_context_len=query_len,
         groups=PrefixGroups.none(
-            np.ones(num_seqs if query_len == 1 else 0, dtype=np.int32), group_capacity, max_num_groups(num_seqs)
+            np.ones(num_seqs if query_len == 1 else 0, dtype=np.int32), group_capacity, num_groups
         ),
     )
 

@@ -2,11 +2,12 @@
 
 import bisect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from nanovllm.engine.batch import PackedBatch, dummy_batch, pad_decode
-from nanovllm.engine.step_tensors import StepTensors, flatten, view_flat
+from nanovllm.engine.step_tensors import StepTensors, flatten, upload, view_flat
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -20,10 +21,22 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """Captured decode steps, by batch size. A step's whole input is one copy into a fixed buffer.
+@dataclass(frozen=True)
+class _Step:
+    """A captured step: what makes hidden states, and what makes tokens of them."""
 
-    Each step is two graphs, so that a batch which asks for more than plain sampling still replays the first.
+    forward: torch.cuda.CUDAGraph
+    hidden: torch.Tensor
+    sampling: torch.cuda.CUDAGraph
+    tokens: torch.Tensor
+
+
+class DecodeGraphs:
+    """Captured decode steps, by batch size. A step's input is copied into fixed buffers.
+
+    Each step is two graphs, so that a batch which asks for more than plain sampling still replays the first. Batches
+    with groups, which share prefixes, have steps of their own: others do without the kernel for them. These are
+    captured when a batch first needs them.
     """
 
     def __init__(
@@ -49,41 +62,54 @@ class DecodeGraphs:
             group_capacity: most sequences of a group that shares a prefix.
         """
         self.batch_sizes = sorted(batch_sizes)
-        self._table_width, self._dummy_slot = table_width, dummy_slot
-        self._group_capacity = group_capacity
+        self._forward, self._sample = forward, sample
+        self._max_context_len, self._dummy_slot = max_context_len, dummy_slot
+        self._group_capacity, self._device = group_capacity, device
         self._pool = torch.cuda.graph_pool_handle()
-        self._forward: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._sampling: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        largest = len(flatten(self._padded_dummy(self.batch_sizes[-1])))
-        self._buffer = torch.zeros(largest, dtype=torch.int32, device=device)
-        for size in reversed(self.batch_sizes):
-            batch = self._padded_dummy(size)
-            flat = torch.from_numpy(flatten(batch))
-            self._buffer[: len(flat)].copy_(flat)
-            inputs = view_flat(self._buffer, batch, max_context_len=max_context_len)
-            sample(forward(inputs), inputs)  # compiles what capturing must not
-            self._forward[size] = _, hidden = self._capture(forward, inputs)
-            self._sampling[size] = self._capture(sample, hidden, inputs)
+        largest = self._dummy(self.batch_sizes[-1], has_groups=True)
+        self._buffer = torch.zeros(len(flatten(largest)), dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(self.batch_sizes[-1], table_width, dtype=torch.int32, device=device)
+        self._steps = {(size, False): self._capture_step(size, False) for size in reversed(self.batch_sizes)}
 
     @torch.inference_mode()
     def replay_forward(self, batch: PackedBatch) -> torch.Tensor:
         """Launches a pure-decode batch; returns its N sequences' hidden states, valid until the next replay."""
-        size = self._size(batch)
-        flat = torch.from_numpy(flatten(pad_decode(batch, size, self._table_width, self._dummy_slot)))
-        self._buffer[: len(flat)].copy_(flat.pin_memory(), non_blocking=True)
-        graph, hidden = self._forward[size]
-        graph.replay()
-        return hidden[: len(batch.context_lens)]
+        size, has_groups = key = self._key(batch)
+        if key not in self._steps:
+            self._steps[key] = self._capture_step(size, has_groups)
+        self._fill(pad_decode(batch, size, self._dummy_slot))
+        step = self._steps[key]
+        step.forward.replay()
+        return step.hidden[: len(batch.context_lens)]
 
     @torch.inference_mode()
     def replay_sampling(self, batch: PackedBatch) -> torch.Tensor:
         """Launches the sampling of the batch just replayed; returns its N tokens, valid until the next replay."""
-        graph, tokens = self._sampling[self._size(batch)]
-        graph.replay()
-        return tokens[: len(batch.context_lens)]
+        step = self._steps[self._key(batch)]
+        step.sampling.replay()
+        return step.tokens[: len(batch.context_lens)]
 
-    def _size(self, batch: PackedBatch) -> int:
-        return self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(batch.context_lens))]
+    def _key(self, batch: PackedBatch) -> tuple[int, bool]:
+        """Batch size, and whether there are groups."""
+        return self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(batch.context_lens))], batch.has_groups
+
+    def _fill(self, batch: PackedBatch) -> None:
+        """Copies a padded batch to where the graphs read it. Of the block tables, that is as much as the longest
+        context has; nothing reads what earlier batches have left after it."""
+        flat = upload(batch, self._device)
+        tables = view_flat(flat, batch).block_tables
+        self._buffer[: tables.storage_offset()].copy_(flat[: tables.storage_offset()])
+        self._block_tables[: len(tables), : tables.shape[1]].copy_(tables)
+
+    def _capture_step(self, size: int, has_groups: bool) -> _Step:
+        batch = self._dummy(size, has_groups)
+        self._fill(batch)
+        inputs = view_flat(
+            self._buffer, batch, block_tables=self._block_tables[:size], max_context_len=self._max_context_len
+        )
+        self._sample(self._forward(inputs), inputs)  # compiles what capturing must not
+        forward, hidden = self._capture(self._forward, inputs)
+        return _Step(forward, hidden, *self._capture(self._sample, hidden, inputs))
 
     def _capture(
         self, run: Callable[..., torch.Tensor], *args: StepTensors | torch.Tensor
@@ -94,6 +120,13 @@ class DecodeGraphs:
             output = run(*args)
         return graph, output
 
-    def _padded_dummy(self, size: int) -> PackedBatch:
-        batch = dummy_batch(size, 1, dummy_slot=self._dummy_slot, num_filters=size, group_capacity=self._group_capacity)
-        return pad_decode(batch, size, self._table_width, self._dummy_slot)
+    def _dummy(self, size: int, has_groups: bool) -> PackedBatch:
+        batch = dummy_batch(
+            size,
+            1,
+            dummy_slot=self._dummy_slot,
+            num_filters=size,
+            group_capacity=self._group_capacity,
+            num_groups=int(has_groups),
+        )
+        return pad_decode(batch, size, self._dummy_slot)

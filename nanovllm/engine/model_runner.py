@@ -295,13 +295,14 @@ class ModelRunner:
         query_len = min(-(-config.max_num_batched_tokens // num_seqs), self.max_model_len)
         return self._dummy_batch(num_seqs, query_len)
 
-    def _dummy_batch(self, num_seqs: int, query_len: int) -> PackedBatch:
+    def _dummy_batch(self, num_seqs: int, query_len: int, num_groups: int = 0) -> PackedBatch:
         return dummy_batch(
             num_seqs,
             query_len,
             dummy_slot=self.config.max_num_seqs,
             num_filters=num_seqs,
             group_capacity=self.group_capacity,
+            num_groups=num_groups,
         )
 
     @torch.inference_mode()
@@ -309,6 +310,8 @@ class ModelRunner:
         """Compiles all kernels at once, rather than each when a step first comes to it."""
         with kernels.compiling_ahead():
             batches = [self._dummy_batch(size, 1) for size in (1, 64, 128, 256)]
+            if self.group_capacity > 1:
+                batches.append(self._dummy_batch(256, 1, num_groups=1))
             for batch in (*batches, self._largest_batch()):
                 inputs = view_flat(upload(batch, self.device), batch)
                 self._sample(self._forward(inputs), inputs)
@@ -322,16 +325,17 @@ class ModelRunner:
         batch = self._largest_batch()
         self._launch(batch)
         activations = torch.cuda.max_memory_allocated(self.device) - before
-        activations += self.decode_backend.shared_bytes(max_num_groups(len(batch.slots)))
+        shared = self.decode_backend.shared_bytes(max_num_groups(len(batch.slots)))
         activations += self.extra_sampler.peak_bytes(len(batch.slots), self.model.spec.vocab_size, self.dtype.itemsize)
         graphs = 0
         if self._wants_graphs:
             # The largest graph holds the memory that all share; the smallest shows what each costs beside that.
             sizes = self._graph_batch_sizes
             largest = self._graph_bytes(sizes[-1:])
-            graphs = largest + (len(sizes) - 1) * max(self._graph_bytes(sizes[:1]), 0)
+            num_graphs = 2 * len(sizes) if shared else len(sizes)
+            graphs = largest + shared + (num_graphs - 1) * max(self._graph_bytes(sizes[:1]), 0)
         self._release()
-        return activations + graphs + _MARGIN_BYTES
+        return activations + shared + graphs + _MARGIN_BYTES
 
     def _graph_bytes(self, batch_sizes: list[int]) -> int:
         self._release()

@@ -85,15 +85,20 @@ class ExtraTensors:
     prompt_targets: torch.Tensor
 
 
-_ARRAY_NAMES = [field.name for field in fields(StepTensors) if field.type is torch.Tensor]
+_FIRST_NAMES = [f.name for f in fields(StepTensors) if f.type is torch.Tensor and f.name != "block_tables"]
 _GROUP_NAMES = [field.name for field in fields(SharedPrefixes)]
 _EXTRA_NAMES = [field.name for field in fields(ExtraTensors)]
 _Packed = PackedBatch | PrefixGroups | PackedExtras
 
 
 def flatten(batch: PackedBatch) -> npt.NDArray[np.int32]:
-    """All arrays of a batch but its extras one after the other, as 32-bit patterns, each at a multiple of 16 bytes."""
-    return _flatten(_arrays(batch, _ARRAY_NAMES) + _arrays(batch.groups, _GROUP_NAMES))
+    """All arrays of a batch but its extras one after the other, as 32-bit patterns, each at a multiple of 16 bytes. The
+    block tables come last."""
+    return _flatten(_batch_arrays(batch))
+
+
+def _batch_arrays(batch: PackedBatch) -> list[npt.NDArray[Any]]:
+    return [*_arrays(batch, _FIRST_NAMES), *_arrays(batch.groups, _GROUP_NAMES), batch.block_tables]
 
 
 def _arrays(packed: _Packed, names: list[str]) -> list[npt.NDArray[Any]]:
@@ -111,18 +116,18 @@ def _flatten(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[np.int32]:
 
 def view_flat(flat: torch.Tensor, batch: PackedBatch, **changes: Any) -> StepTensors:
     """The arrays of `batch` as views of a flattened copy of it, on whatever device that is."""
-    views = _view_flat(flat, _arrays(batch, _ARRAY_NAMES) + _arrays(batch.groups, _GROUP_NAMES))
-    num_arrays = len(_ARRAY_NAMES)
-    tensors: dict[str, Any] = dict(zip(_ARRAY_NAMES, views[:num_arrays], strict=True))
+    *views, block_tables = _view_flat(flat, _batch_arrays(batch))
+    tensors: dict[str, Any] = dict(zip(_FIRST_NAMES, views, strict=False))
     return StepTensors(
-        **tensors,
-        prefixes=SharedPrefixes(*views[num_arrays:]),
         **{
+            **tensors,
+            "block_tables": block_tables,
+            "prefixes": SharedPrefixes(*views[len(_FIRST_NAMES) :]),
             "num_decode_seqs": batch.num_decode_seqs,
             "max_query_len": batch.max_query_len,
             "max_context_len": batch.max_context_len,
             **changes,
-        },
+        }
     )
 
 

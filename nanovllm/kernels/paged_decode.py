@@ -28,7 +28,7 @@ from nanovllm.kernels.common import (
     wait_for_previous_kernel,
 )
 from nanovllm.kernels.decode_plan import DecodePlan, padded, tile_length
-from nanovllm.kernels.shared_prefix import SharedPlan
+from nanovllm.kernels.shared_prefix import MAX_PIECES, SharedPlan
 
 MAX_REGISTERS = 128  # of a thread: leaves room for as many programs as the plan reckons with
 
@@ -93,10 +93,12 @@ def _decode_kernel(
     first_tile = tl.load(shares_ptr + 4)
     end_tile = tl.load(shares_ptr + 5)
     context = tl.load(shares_ptr + 6)
-    shared = 0
-    next_shared = 0
+    shared, piece, span = 0, 0, 0
+    next_shared, next_piece, next_span = 0, 0, 0
     if LEVELS:
         shared = tl.load(shared_lens_ptr + seq, mask=tile < share_end, other=0)
+        piece = tl.load(pieces_ptr + seq * LEVELS * 2, mask=tile < share_end, other=0)
+        span = tl.load(pieces_ptr + seq * LEVELS * 2 + 1, mask=tile < share_end, other=0)
     while tile < share_end:
         stop = tl.minimum(end_tile, share_end)
         end = tl.minimum(context, (stop - first_tile) * TILE)
@@ -106,17 +108,19 @@ def _decode_kernel(
         next_context = tl.load(context_lens_ptr + seq + 1, mask=has_next, other=0)
         if LEVELS:
             next_shared = tl.load(shared_lens_ptr + seq + 1, mask=has_next, other=0)
+            next_piece = tl.load(pieces_ptr + (seq + 1) * LEVELS * 2, mask=has_next, other=0)
+            next_span = tl.load(pieces_ptr + (seq + 1) * LEVELS * 2 + 1, mask=has_next, other=0)
         q = tl.load(q_ptr + seq * q_row + head[:, None] * q_head + dim[None, :], mask=row_mask, other=0.0)
         row_table_ptr = table_ptr + seq * table_row + shared // PAGE
         acc = tl.zeros([ROWS, DIMS], tl.float32)
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        if LEVELS:  # noqa: SIM102 (known when compiled)
-            if (tile == first_tile) & (shared > 0):
-                acc, peak, total = _take_shared(
-                    acc, peak, total, pieces_ptr + seq * LEVELS * 4, shared_partial_ptr, shared_lse_ptr,
-                    kv_head, GROUP, ROWS, HEAD_DIM, DIMS, LEVELS, SHARED_ROWS,
-                )  # fmt: skip
+        begins_shared = (tile == first_tile) & (shared > 0)
+        if LEVELS:  # asked for now, the first result over what is shared is there when the rest has been attended to
+            shared_lse, shared_values = _load_piece(
+                shared_partial_ptr, shared_lse_ptr, piece, span, tl.where(begins_shared, GROUP, 0), kv_head,
+                ROWS, HEAD_DIM, DIMS, SHARED_ROWS,
+            )  # fmt: skip
         for first in range((tile - first_tile) * TILE, end, TILE):
             page, slot, valid = locate_tokens(row_table_ptr, first, end, PAGE, TILE)
             mask = valid[:, None] & dim_ok[None, :]
@@ -131,6 +135,13 @@ def _decode_kernel(
             total = total * shrink + tl.sum(weights, axis=1)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             peak = new_peak
+        if LEVELS:
+            acc, peak, total = _join(acc, peak, total, shared_lse, shared_values)
+            if begins_shared & (span % MAX_PIECES + span // (MAX_PIECES * SHARED_ROWS) > 2):  # more of them, or levels
+                acc, peak, total = _join_others(
+                    acc, peak, total, pieces_ptr + seq * LEVELS * 2, shared_partial_ptr, shared_lse_ptr, kv_head,
+                    GROUP, ROWS, HEAD_DIM, DIMS, SHARED_ROWS,
+                )  # fmt: skip
         result = acc / total[:, None]
 
         if stop - tile == end_tile - first_tile:  # the whole sequence lies in this share
@@ -152,14 +163,49 @@ def _decode_kernel(
                 )  # fmt: skip
         tile = stop
         seq += 1
-        first_tile, end_tile, context, shared = end_tile, next_end_tile, next_context, next_shared
+        first_tile, end_tile, context = end_tile, next_end_tile, next_context
+        shared, piece, span = next_shared, next_piece, next_span
 
 
 @triton.jit
-def _take_shared(
-    acc,  # [ROWS, DIMS] fp32
-    peak,  # [ROWS] fp32, of base-2 scores
-    total,  # [ROWS] fp32
+def _load_piece(
+    partial_ptr,
+    partial_lse_ptr,
+    piece,
+    span,
+    num_heads,
+    kv_head,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+):
+    """A sequence's log-sum-exp [ROWS] and result [ROWS, DIMS] over a piece of a shared prefix; of weight 0 past
+    `num_heads`. `span` is as in `SharedPlan`."""
+    group = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    first_row = span // MAX_PIECES % SHARED_ROWS
+    row = (piece * tl.num_programs(0) + kv_head).to(tl.int64) * SHARED_ROWS + first_row + group
+    is_live = group < num_heads
+    mask = is_live[:, None] & (dim < HEAD_DIM)[None, :]
+    lse = tl.load(partial_lse_ptr + row, mask=is_live, other=float("-inf"))
+    return lse, tl.load(partial_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _join(acc, peak, total, lse, values):
+    """Fold a result with its log-sum-exp into a running softmax that has begun: `peak` is finite."""
+    new_peak = tl.maximum(peak, lse)
+    shrink = tl.exp2(peak - new_peak)
+    weight = tl.exp2(lse - new_peak)
+    return acc * shrink[:, None] + weight[:, None] * values, new_peak, total * shrink + weight
+
+
+@triton.jit
+def _join_others(
+    acc,
+    peak,
+    total,
     pieces_ptr,  # of the sequence
     partial_ptr,
     partial_lse_ptr,
@@ -168,27 +214,19 @@ def _take_shared(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
-    LEVELS: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
 ):
-    """Fold the results over the sequence's shared prefixes into the running softmax."""
-    group = tl.arange(0, ROWS)
-    dim = tl.arange(0, DIMS)
-    mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    for level in range(LEVELS):
-        piece = tl.load(pieces_ptr + 4 * level)
-        end = piece + tl.load(pieces_ptr + 4 * level + 1)
-        first_row = tl.load(pieces_ptr + 4 * level + 2)
-        for index in range(piece, end):
-            row = (index * tl.num_programs(0) + kv_head).to(tl.int64) * SHARED_ROWS + first_row + group
-            lse = tl.load(partial_lse_ptr + row, mask=group < GROUP, other=0.0)  # finite: no inf - inf past GROUP
-            values = tl.load(partial_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-            new_peak = tl.maximum(peak, lse)
-            weight = tl.exp2(lse - new_peak)
-            shrink = tl.exp2(peak - new_peak)
-            acc = acc * shrink[:, None] + weight[:, None] * values
-            total = total * shrink + weight
-            peak = new_peak
+    """Fold all results over the sequence's shared prefixes but the first into its softmax."""
+    num_levels = tl.load(pieces_ptr + 1) // (MAX_PIECES * SHARED_ROWS)
+    for level in range(num_levels):
+        piece = tl.load(pieces_ptr + 2 * level)
+        span = tl.load(pieces_ptr + 2 * level + 1)
+        for index in range(tl.where(level == 0, 1, 0), span % MAX_PIECES):
+            lse, values = _load_piece(
+                partial_ptr, partial_lse_ptr, piece + index, span, GROUP, kv_head,
+                ROWS, HEAD_DIM, DIMS, SHARED_ROWS,
+            )  # fmt: skip
+            acc, peak, total = _join(acc, peak, total, lse, values)
     return acc, peak, total
 
 

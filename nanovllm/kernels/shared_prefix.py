@@ -29,7 +29,8 @@ from nanovllm.kernels.paged_prefill import attend_keys
 from nanovllm.utils.context import SharedPrefixes
 
 PROGRAMS_PER_MULTIPROCESSOR = 2  # what registers and shared memory leave room for
-RESOLVE_BLOCK = 256
+RESOLVE_BLOCK = 128  # sequences
+MAX_PIECES = tl.constexpr(4096)  # of a group: more than there are shares
 NUM_WARPS, NUM_STAGES = 4, 2
 
 
@@ -58,8 +59,9 @@ class SharedPlan:
     """How a batch's shared prefixes are cut into shares. Made once a step, used in every layer, one after the other.
 
     shares:       [num_shares, 8] int32, first_tiles: [num_groups + 1] int32; see `DecodePlan`
-    pieces:       [num_seqs, levels, 4] int32: of each sequence's groups the first piece, how many there are, and the
-                  first row of it in their tiles; 0
+    pieces:       [num_seqs, levels, 2] int32: of each of a sequence's groups the first piece, and the span: number of
+                  pieces + MAX_PIECES * (the sequence's first row in their tiles + rows * number of its groups);
+                  the groups are those of the first levels
     partial:      [num_groups + num_shares, num_kv_heads, rows, head_dim] fp32: the pieces' results
     partial_lse:  [num_groups + num_shares, num_kv_heads, rows] fp32, base 2
     """
@@ -71,20 +73,24 @@ class SharedPlan:
     partial_lse: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["num_places"])
+@triton.jit(do_not_specialize=["num_seqs"])
 def _resolve_kernel(
     places_ptr,
     shares_ptr,
     first_tiles_ptr,
     pieces_ptr,
-    num_places,
+    num_seqs,
     CAPACITY: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Where each sequence finds the results of its groups."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num_places
+    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    level = tl.arange(0, LEVELS)[None, :]
+    index = seq * LEVELS + level
+    mask = (seq < num_seqs) & (level < LEVELS)
     place = tl.load(places_ptr + index, mask=mask, other=-1)
     is_member = place >= 0
     group = tl.where(is_member, place // CAPACITY, 0)
@@ -93,9 +99,11 @@ def _resolve_kernel(
     end_tile = tl.load(first_tiles_ptr + group + 1, mask=is_member, other=0)
     first_share = first_tile // share_length
     count = tl.where(end_tile > first_tile, (end_tile - 1) // share_length - first_share + 1, 0)
-    tl.store(pieces_ptr + 4 * index, group + first_share, mask=mask)
-    tl.store(pieces_ptr + 4 * index + 1, count, mask=mask)
-    tl.store(pieces_ptr + 4 * index + 2, place % CAPACITY * GROUP, mask=mask)
+    num_levels = tl.sum(is_member.to(tl.int32), axis=1)[:, None]
+    first_row = tl.where(is_member, place % CAPACITY * GROUP, 0)
+    span = count + MAX_PIECES * (first_row + ROWS * num_levels)
+    tl.store(pieces_ptr + 2 * index, group + first_share, mask=mask)
+    tl.store(pieces_ptr + 2 * index + 1, span, mask=mask)
 
 
 def plan_shared(
@@ -110,15 +118,18 @@ def plan_shared(
     num_shares = _num_shares(num_kv_heads, device)
     num_pieces = num_groups + num_shares
     shares, first_tiles = cut_into_shares(prefixes.lens, num_shares, tile_length(padded(head_dim), dtype.itemsize))
-    pieces = torch.empty(*prefixes.places.shape, 4, dtype=torch.int32, device=device)
-    _resolve_kernel[(triton.cdiv(prefixes.places.numel(), RESOLVE_BLOCK),)](
+    num_seqs, num_levels = prefixes.places.shape
+    pieces = torch.empty(num_seqs, num_levels, 2, dtype=torch.int32, device=device)
+    _resolve_kernel[(triton.cdiv(num_seqs, RESOLVE_BLOCK),)](
         prefixes.places,
         shares,
         first_tiles,
         pieces,
-        prefixes.places.numel(),
+        num_seqs,
         CAPACITY=prefixes.members.shape[1],
         GROUP=group,
+        ROWS=rows,
+        LEVELS=num_levels,
         BLOCK=RESOLVE_BLOCK,
     )
     return SharedPlan(

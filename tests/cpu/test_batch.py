@@ -234,7 +234,7 @@ def test_padded_decode(num_seqs: int, num_padded: int, rng: random.Random) -> No
     """Rows that only fill up the shape of a captured graph must leave no trace: no KV stored, no context read, their
     token where nobody looks. The real rows must not change."""
     packed = check_pack(decode_batch(rng, num_seqs, 4), 4)
-    padded = pad_decode(packed, num_padded, table_width=9, dummy_slot=77)
+    padded = pad_decode(packed, num_padded, dummy_slot=77)
     assert padded.is_pure_decode and padded.num_decode_seqs == num_padded
     assert padded.query_starts.tolist() == list(range(num_padded + 1))
     assert padded.logits_indices.tolist() == list(range(num_padded))
@@ -256,10 +256,9 @@ def test_padded_decode(num_seqs: int, num_padded: int, rng: random.Random) -> No
         before, after = getattr(packed, name), getattr(padded, name)
         assert after.tolist() == before.tolist() + [filler] * (num_padded - num_seqs), name
         assert after.dtype == before.dtype, name
-    assert padded.block_tables.shape == (num_padded, 9) and padded.block_tables.dtype == np.int32
-    width = packed.block_tables.shape[1]
-    assert padded.block_tables[:num_seqs, :width].tolist() == packed.block_tables.tolist()
-    assert not padded.block_tables[:num_seqs, width:].any() and not padded.block_tables[num_seqs:].any()
+    assert padded.block_tables.shape == (num_padded, packed.block_tables.shape[1])
+    assert padded.block_tables[:num_seqs].tolist() == packed.block_tables.tolist()
+    assert not padded.block_tables[num_seqs:].any() and padded.block_tables.dtype == np.int32
     num_filters = len(packed.filter_rows)
     assert padded.filter_rows.tolist() == packed.filter_rows.tolist() + [-1] * (num_padded - num_filters)
     assert padded.filter_rows.dtype == np.int32

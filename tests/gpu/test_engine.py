@@ -1,6 +1,7 @@
 """The engine on a GPU: every backend gives transformers' tokens, graphs change nothing, memory comes back."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import CHOICES
 from nanovllm.engine.batch import dummy_batch, pad_decode
+from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.step_tensors import upload, view_flat
 from tests.checkpoints import VOCAB_SIZE, reference_greedy, save_random_model
 
@@ -131,7 +133,7 @@ def test_graph_equals_eager(qwen3_wide: Any, attention_backend: str, monkeypatch
             dtype="bfloat16",
             attention_backend=attention_backend,
             max_num_seqs=8,
-            num_kvcache_blocks=8,
+            num_kvcache_blocks=32,
         )
     except ValueError as error:
         pytest.skip(str(error))
@@ -139,15 +141,25 @@ def test_graph_equals_eager(qwen3_wide: Any, attention_backend: str, monkeypatch
     assert runner.graphs is not None
     runner.kv_cache.normal_()
     captured = seen[-2 * len(runner.graphs.batch_sizes) :]  # of each size, the largest first: run once, then captured
-    for size in (1, 4, 8):
+    for size, has_groups in ((1, False), (4, False), (8, False), (8, True), (4, True)):
         graph_logits = captured[2 * runner.graphs.batch_sizes[::-1].index(size) + 1]
         batch = dummy_batch(size, 1, dummy_slot=8)
-        batch.context_lens[:] = torch.arange(1, size + 1).numpy() * 7
+        batch.context_lens[:] = torch.arange(1, size + 1).numpy() * 7 + 3 * runner.block_size * has_groups
         batch.token_ids[:] = torch.arange(size).numpy() + 3
+        tables = torch.randperm(32)[: 4 * size].int().view(size, 4).numpy()
+        tables[:, :3] = tables[0, :3]  # so much is shared if the contexts reach beyond
+        grouper = PrefixGrouper(runner.block_size, runner.group_capacity)
+        groups = grouper.find(list(range(size)), tables, batch.context_lens)
+        batch = replace(batch, block_tables=tables, groups=groups)
+        if has_groups != batch.has_groups:
+            continue  # the backend reads whole contexts
+        num_seen = len(seen)
         runner.graphs.replay_forward(batch)
+        if has_groups:  # captured just now
+            graph_logits = seen[num_seen + 1]
         tokens = runner.graphs.replay_sampling(batch).clone()
         replayed = graph_logits.clone()
-        padded = pad_decode(batch, size, -(-runner.max_model_len // runner.block_size), 8)
+        padded = pad_decode(batch, size, 8)
         with torch.inference_mode():
             inputs = view_flat(upload(padded, runner.device), padded, max_context_len=runner.max_model_len)
             assert torch.equal(runner._sample(runner._forward(inputs), inputs), tokens)
@@ -197,3 +209,30 @@ def test_too_little_memory_names_the_number(checkpoint: Any) -> None:
 def test_impossible_settings(checkpoint: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(str(checkpoint[0]), **settings)
+
+
+def test_shared_prefixes(checkpoint: Any) -> None:
+    """Prompts with common beginnings, nested ones, and several samples of one, decoded together through graphs: the
+    tokens of the same model reading every context whole."""
+    rng = random.Random(3)
+
+    def random_tokens(num_tokens: int) -> list[int]:
+        return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+
+    first, second = random_tokens(150), random_tokens(140)
+    prompts = [first + random_tokens(rng.randint(1, 40)) for _ in range(10)]
+    prompts += [first + second + random_tokens(rng.randint(1, 40)) for _ in range(10)] + [random_tokens(30)]
+    outputs = {}
+    for capacity in (None, 0):
+        for enforce_eager in (False, True):
+            with LLM(
+                str(checkpoint[0]), dtype="float32", kvcache_block_size=16, max_num_seqs=24, enforce_eager=enforce_eager
+            ) as llm:
+                if capacity is not None:
+                    llm._grouper.capacity = capacity
+                results = llm.generate(prompts, GREEDY, use_tqdm=False)
+                outputs[capacity, enforce_eager] = [result["token_ids"] for result in results]
+                groups = llm._grouper._groups
+                assert (len(groups.lens) > 0) == (capacity is None)
+    for tokens in outputs.values():
+        assert tokens == outputs[0, True]
