@@ -132,8 +132,8 @@ def pack(batch: ScheduledBatch, block_size: int, grouper: PrefixGrouper | None =
 
 
 def pad_decode(batch: PackedBatch, num_seqs: int, dummy_slot: int) -> PackedBatch:
-    """A pure-decode batch with rows added up to `num_seqs`, one filter entry a row, and, if it has any groups, as many as
-    it could have at most.
+    """A pure-decode batch with rows added up to `num_seqs`, one filter entry a row, and, if it has any groups, as many
+    as it could have at most.
 
     The added rows have an empty context, store no KV, and leave their token in `dummy_slot`.
     """

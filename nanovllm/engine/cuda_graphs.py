@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.engine.batch import PackedBatch, dummy_batch, pad_decode
+from nanovllm.engine.prefix_groups import max_num_groups
 from nanovllm.engine.step_tensors import StepTensors, flatten, upload, view_flat
 
 
@@ -127,6 +128,6 @@ class DecodeGraphs:
             dummy_slot=self._dummy_slot,
             num_filters=size,
             group_capacity=self._group_capacity,
-            num_groups=int(has_groups),
+            num_groups=min(int(has_groups), max_num_groups(size)),
         )
         return pad_decode(batch, size, self._dummy_slot)
