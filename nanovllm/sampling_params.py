@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.constraint import Constraint, check_constraints, make_constraint
@@ -29,6 +30,10 @@ _GENERATION_KEYS = {
 MAX_LOGPROBS = 20  # best tokens that a request may ask for at each position
 MAX_PENALTY = 2.0  # of presence and frequency, either way
 MAX_BIAS = 100.0  # of a token, either way
+
+
+_MAX_TOP_K = 2**31 - 1
+_MAX_TEMPERATURE = 1e38  # finite in float32: -inf divided by infinity would be NaN, which an argmax prefers
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,13 @@ class SamplingParams:
     def has_filter(self) -> bool:
         """Whether top_k, top_p or min_p can drop a token. Greedy keeps the best token under any filter."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @cached_property
+    def sampling_numbers(self) -> tuple[float, float, float, float, float]:
+        """Temperature (0 if greedy), top_k (0 if off), top_p, min_p, and whether there is a filter, in the ranges of
+        float32 and int32: asked for in every step."""
+        temperature = 0.0 if self.is_greedy else min(self.temperature, _MAX_TEMPERATURE)
+        return temperature, min(max(self.top_k, 0), _MAX_TOP_K), self.top_p, self.min_p, self.has_filter
 
     def token_ids(self) -> Iterator[tuple[str, int]]:
         """Every token id that is named here, with what it is."""

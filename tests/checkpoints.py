@@ -156,6 +156,12 @@ def random_prompts(lengths: Iterable[int], *, vocab_size: int = VOCAB_SIZE, seed
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
+def prompts_that_begin_alike(*, seed: int) -> list[list[int]]:
+    """Ten prompts that share 150 tokens, ten that share those and 140 more, and one without company."""
+    first, second, alone, *ends = random_prompts([150, 140, 30, *range(1, 41, 2)], seed=seed)
+    return [first + end for end in ends[:10]] + [first + second + end for end in ends[10:]] + [alone]
+
+
 def save_gguf(
     path: Path,
     model: Any,

@@ -16,8 +16,6 @@ FloatArray = npt.NDArray[np.float32]
 
 # Stands for a token that is known to the device only: the one its sequence's slot sampled last.
 UNKNOWN_TOKEN = -1
-MAX_TOP_K = 2**31 - 1
-MAX_TEMPERATURE = 1e38  # finite in float32: -inf divided by infinity would be NaN, which an argmax prefers
 
 
 @dataclass(frozen=True)
@@ -213,24 +211,25 @@ def dummy_batch(
 
 def pack_sampling(sequences: list[Sequence]) -> dict[str, npt.NDArray[Any]]:
     """The sampling arrays of sequences whose next token was scheduled to be sampled (and is in flight)."""
-    params = [seq.params for seq in sequences]
+    numbers = np.array([seq.params.sampling_numbers for seq in sequences], dtype=np.float64).reshape(-1, 5)
+    temperature, top_k, top_p, min_p, has_filter = numbers.T
     # The token to be sampled is in flight already: its position is the one before the sequence's new length.
-    positions = np.array([seq.num_tokens - 1 for seq in sequences], dtype=np.uint64)
+    positions = np.array([len(seq.token_ids) + seq.num_in_flight - 1 for seq in sequences], dtype=np.uint64)
     seeds = np.array([seq.seed for seq in sequences], dtype=np.uint64)
     banned = [
         (row, token_id)
         for row, seq in enumerate(sequences)
-        if seq.num_output_tokens <= seq.params.min_tokens and seq.grammar is None  # whose masks see to that
+        if seq.stop_ids and seq.num_output_tokens <= seq.params.min_tokens and seq.grammar is None  # whose masks do
         for token_id in seq.stop_ids
     ]
     banned_rows, banned_ids = np.array(banned, dtype=np.int32).reshape(-1, 2).T
     return {
-        "temperature": _floats([0.0 if p.is_greedy else min(p.temperature, MAX_TEMPERATURE) for p in params]),
+        "temperature": temperature.astype(np.float32),
         "keys": noise_keys(seeds, positions),
-        "filter_rows": _ints([row for row, p in enumerate(params) if p.has_filter]),
-        "top_k": _ints([min(max(p.top_k, 0), MAX_TOP_K) for p in params]),
-        "top_p": _floats([p.top_p for p in params]),
-        "min_p": _floats([p.min_p for p in params]),
+        "filter_rows": np.flatnonzero(has_filter).astype(np.int32),
+        "top_k": top_k.astype(np.int32),
+        "top_p": top_p.astype(np.float32),
+        "min_p": min_p.astype(np.float32),
         "banned_rows": banned_rows,
         "banned_ids": banned_ids,
     }
@@ -276,7 +275,3 @@ def _pack_block_tables(sequences: list[Sequence]) -> IntArray:
 
 def _ints(values: list[Any]) -> IntArray:
     return np.array(values, dtype=np.int32)
-
-
-def _floats(values: list[Any]) -> FloatArray:
-    return np.array(values, dtype=np.float32)

@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine import prefix_groups
 from nanovllm.engine.prefix_groups import MAX_LEVELS, IntArray, PrefixGrouper, PrefixGroups, max_num_groups
+from tests.checkpoints import prompts_that_begin_alike
 from tests.cpu.policies import StubEngine
 
 BLOCK_SIZE = 16
@@ -199,3 +202,28 @@ def test_engine_reads_through_groups(free_groups: None, rng: random.Random) -> N
         engine.add(prompt, max_tokens=rng.randint(1, 20))
     engine.run()
     assert engine.device.num_shared_tokens > 1000
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_tokens_are_those_of_whole_contexts(
+    tensor_parallel_size: int, random_llama: Any, make_llm: Callable[..., LLM]
+) -> None:
+    """Prompts and samples with common beginnings, nested ones, decoded together, by one rank and by two."""
+    llm = make_llm(random_llama[0], kvcache_block_size=16, tensor_parallel_size=tensor_parallel_size)
+    prompts = prompts_that_begin_alike(seed=3)
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(prompts)
+    params[3] = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, n=4, seed=5)
+    outputs, num_groups = [], []
+    for capacity in (llm._grouper.capacity, 0):
+        llm._grouper.capacity = capacity
+        for prompt, param in zip(prompts, params, strict=True):
+            llm.add_request(prompt, param)
+        finished: dict[int, Any] = {}
+        num_groups.append(0)
+        while not llm.is_finished():
+            finished.update(llm.step().finished)
+            num_groups[-1] = max(num_groups[-1], len(llm._grouper._groups.lens))
+        results = [finished[seq_id] for seq_id in sorted(finished)]
+        outputs.append([[s["token_ids"] for s in result.get("samples", [result])] for result in results])
+    assert outputs[0] == outputs[1]
+    assert num_groups[0] >= 2 and num_groups[1] == 0

@@ -13,7 +13,7 @@ from nanovllm.attention import CHOICES
 from nanovllm.engine.batch import dummy_batch, pad_decode
 from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.step_tensors import upload, view_flat
-from tests.checkpoints import VOCAB_SIZE, reference_greedy, save_random_model
+from tests.checkpoints import VOCAB_SIZE, prompts_that_begin_alike, reference_greedy, save_random_model
 
 NUM_TOKENS = 24
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
@@ -212,27 +212,16 @@ def test_impossible_settings(checkpoint: Any, settings: dict[str, Any], message:
 
 
 def test_shared_prefixes(checkpoint: Any) -> None:
-    """Prompts with common beginnings, nested ones, and several samples of one, decoded together through graphs: the
-    tokens of the same model reading every context whole."""
-    rng = random.Random(3)
-
-    def random_tokens(num_tokens: int) -> list[int]:
-        return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
-
-    first, second = random_tokens(150), random_tokens(140)
-    prompts = [first + random_tokens(rng.randint(1, 40)) for _ in range(10)]
-    prompts += [first + second + random_tokens(rng.randint(1, 40)) for _ in range(10)] + [random_tokens(30)]
-    outputs = {}
-    for capacity in (None, 0):
-        for enforce_eager in (False, True):
-            with LLM(
-                str(checkpoint[0]), dtype="float32", kvcache_block_size=16, max_num_seqs=24, enforce_eager=enforce_eager
-            ) as llm:
-                if capacity is not None:
-                    llm._grouper.capacity = capacity
+    """Prompts with common beginnings, nested ones, decoded together: through graphs and without, the tokens are those
+    of the same model reading every context whole."""
+    prompts = prompts_that_begin_alike(seed=3)
+    outputs = []
+    for enforce_eager in (False, True):
+        settings: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 16, "max_num_seqs": 24}
+        with LLM(str(checkpoint[0]), enforce_eager=enforce_eager, **settings) as llm:
+            for capacity in (llm._grouper.capacity, 0):
+                llm._grouper.capacity = capacity
                 results = llm.generate(prompts, GREEDY, use_tqdm=False)
-                outputs[capacity, enforce_eager] = [result["token_ids"] for result in results]
-                groups = llm._grouper._groups
-                assert (len(groups.lens) > 0) == (capacity is None)
-    for tokens in outputs.values():
-        assert tokens == outputs[0, True]
+                outputs.append([result["token_ids"] for result in results])
+                assert (len(llm._grouper._groups.lens) > 0) == (capacity > 0)
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
