@@ -30,8 +30,6 @@ _GENERATION_KEYS = {
 MAX_LOGPROBS = 20  # best tokens that a request may ask for at each position
 MAX_PENALTY = 2.0  # of presence and frequency, either way
 MAX_BIAS = 100.0  # of a token, either way
-
-
 _MAX_TOP_K = 2**31 - 1
 _MAX_TEMPERATURE = 1e38  # finite in float32: -inf divided by infinity would be NaN, which an argmax prefers
 
