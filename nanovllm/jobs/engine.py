@@ -13,9 +13,9 @@ from nanovllm.llm import LLM
 class JobEngine:
     """Takes prepared rows, and gives them back with their results.
 
-    It wants as many as can run, on all replicas, and as many waiting as the engine has a use for: so a step always finds
-    a next prompt, and the number of rows in memory depends on the engine and not on the job. Samples are counted, not
-    rows.
+    It wants as many as can run, on all replicas, and as many waiting as the engine has a use for: so a step always
+    finds a next prompt, and the number of rows in memory depends on the engine and not on the job. Samples are counted,
+    not rows.
     """
 
     def __init__(self, model: str, **config: Any) -> None:
