@@ -263,24 +263,24 @@ def test_what_an_earlier_call_left_in_the_cache_goes_first() -> None:
     assert [seq.num_cached_tokens for seq in late] == [40, 40]
 
 
-def test_evicted_prefix_is_not_waited_for() -> None:
-    """What is preferred is asked for again when it is chosen: a prefix that has been evicted gives no precedence, but
-    the part of it that is left does."""
+@pytest.mark.parametrize("is_stem_left", [True, False])
+def test_evicted_prefix_gives_no_precedence(is_stem_left: bool) -> None:
+    """What was cached when a request came is asked for again when it is chosen; the part that is left counts."""
     engine = CountingEngine(num_blocks=12, max_num_seqs=1, schedule_policy="prefix")
     stem = [VOCAB_SIZE] * 16
     engine.add([*stem, *[VOCAB_SIZE + 1] * 17], max_tokens=1)
     engine.run()
-    grower = engine.add([VOCAB_SIZE + 8] * 3, max_tokens=30)  # takes the blocks after the stem: tails before heads
+    # Takes the blocks after the stem, tails before heads, or all there are.
+    grower = engine.add([VOCAB_SIZE + 8] * 3, max_tokens=30 if is_stem_left else 46)
     engine.step()
     oldest = engine.add([VOCAB_SIZE + 9] * 5, max_tokens=1)
     deep = engine.add([*stem, *[VOCAB_SIZE + 1] * 16, VOCAB_SIZE + 2], max_tokens=1)
-    flat = engine.add([*stem, VOCAB_SIZE + 5], max_tokens=1)
     assert len(engine.manager.find_cached_blocks(deep)) > 4
     while not grower.is_finished:
         engine.step()
     engine.run()
-    assert engine.admitted[2:] == [deep, flat, oldest]
-    assert [deep.num_cached_tokens, flat.num_cached_tokens] == [16, 16]
+    assert engine.admitted[2:] == ([deep, oldest] if is_stem_left else [oldest, deep])
+    assert deep.num_cached_tokens == 16 * is_stem_left
 
 
 def test_abort_of_the_preferred_one() -> None:
@@ -288,16 +288,13 @@ def test_abort_of_the_preferred_one() -> None:
     engine = CountingEngine(num_blocks=200, max_num_seqs=1, schedule_policy="prefix")
     long = [VOCAB_SIZE] * 16
     first = engine.add([*long, VOCAB_SIZE + 1], max_tokens=4)
-    engine.step()
     other = engine.add([VOCAB_SIZE + 2] * 9, max_tokens=1)
     half = engine.add([*long[:8], VOCAB_SIZE + 3], max_tokens=1)
     whole = [engine.add([*long, VOCAB_SIZE + 4 + index], max_tokens=1) for index in range(2)]
-    assert engine.scheduler.waiting.choose() is whole[0]
-    engine.abort(whole[0])
-    assert engine.scheduler.waiting.choose() is whole[1]
-    engine.abort(whole[1])
-    assert engine.scheduler.waiting.choose() is half
-    engine.abort(half)
+    engine.step()
+    for preferred in (*whole, half):
+        assert engine.scheduler.waiting.choose() is preferred
+        engine.abort(preferred)
     assert engine.scheduler.waiting.choose() is other
     engine.run()
     assert engine.admitted == [first, other]
