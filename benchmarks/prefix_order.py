@@ -2,28 +2,33 @@
 
     python -m benchmarks.prefix_order                       # on a CPU: SmolLM2-135M in float32, short prefixes
     python -m benchmarks.prefix_order --shape qwen3-0.6b    # on a GPU: prefixes of 2,048 tokens, random weights
+    python -m benchmarks.prefix_order --simulate            # the same job by the scheduler alone: counts, no seconds
 
-64 groups of 32 prompts, shuffled, in one `generate`; the KV cache holds half of the prefixes. First come first served
-meets a prompt of a group when the group's prefix has mostly been evicted; by prefix, one group comes after the other.
-Each policy has an engine of its own, and a first pass over a small job with other tokens. The least that has to be
-computed comes first; the last line is JSON.
+64 groups of 32 prompts, shuffled, in one `generate`; the KV cache holds half of the prefixes (`--cached-prefixes`).
+First come first served meets a prompt of a group when the group's prefix has mostly been evicted; by prefix, one group
+comes after the other. Each policy has an engine of its own, and a first pass over a small job with other tokens. The
+least that has to be computed comes first; the last line is JSON.
 """
 
 import argparse
 import json
 import random
 import time
+from array import array
 from typing import Any
 
 from benchmarks.shapes import SHAPES, shape_folder
 from benchmarks.workloads import describe_environment
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import LOOK_AHEAD, ScheduledBatch, Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.demo import demo_model
 
 # Tokens of a prefix, of what follows it in each prompt, of each output, and of a KV block.
 CPU_SIZES, GPU_SIZES = (16, 2, 2, 8), (2048, 64, 64, 64)
 VOCAB_SIZE = 10_000
+POLICIES = ("fcfs", "prefix")
 Prompts = list[list[int]]
 
 
@@ -42,6 +47,14 @@ class CountingScheduler:
         self.num_cached_tokens += batch.num_cached_tokens
         self.num_preemptions += batch.num_preemptions
         return batch
+
+    def figures(self, job: Prompts) -> dict[str, Any]:
+        return {
+            "hit_rate": round(self.num_cached_tokens / sum(map(len, job)), 3),
+            "prefill_tokens": self.num_prefill_tokens,
+            "steps": self.num_steps,
+            "preemptions": self.num_preemptions,
+        }
 
 
 def make_job(num_groups: int, num_members: int, prefix_len: int, own_len: int, seed: int) -> Prompts:
@@ -67,11 +80,7 @@ def measure(
         outputs = llm.generate(job, params, use_tqdm=False)
         seconds = time.perf_counter() - started
     num_output, num_prompt = len(job) * params.max_tokens, sum(map(len, job))
-    figures = {
-        "hit_rate": round(counts.num_cached_tokens / num_prompt, 3),
-        "prefill_tokens": counts.num_prefill_tokens,
-        "steps": counts.num_steps,
-        "preemptions": counts.num_preemptions,
+    figures = counts.figures(job) | {
         "seconds": round(seconds, 2),
         "output_tok_s": round(num_output / seconds, 1),
         "prompt_and_output_tok_s": round((num_prompt + num_output) / seconds, 1),
@@ -79,18 +88,38 @@ def measure(
     return figures, [output["token_ids"] for output in outputs]
 
 
+def simulate(policy: str, settings: dict[str, Any], job: Prompts, output_len: int, look_ahead: int) -> dict[str, Any]:
+    """Counts of a policy, with the default limits of an engine and without a model; `generate` would see as far."""
+    manager = BlockManager(settings["num_kvcache_blocks"], settings["kvcache_block_size"])
+    scheduler = Scheduler(manager, max_num_seqs=512, max_num_batched_tokens=16384, schedule_policy=policy)
+    counts = CountingScheduler(scheduler)
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
+    num_queued, in_flight = 0, None
+    while num_queued < len(job) or scheduler.has_sequences or in_flight:
+        num_wanted = look_ahead if scheduler.waiting.is_sharing else 0
+        for _ in range(min(512, len(job) - num_queued, max(512, num_wanted) - len(scheduler.waiting))):
+            prompt = array("i", job[num_queued])
+            scheduler.add(Sequence(num_queued, prompt, params, max_total_tokens=len(prompt) + output_len))
+            num_queued += 1
+        batch = scheduler.schedule()
+        previous, in_flight = in_flight, batch if batch.sequences else None
+        if previous is not None:
+            scheduler.postprocess(previous, [VOCAB_SIZE] * len(previous.sampled_sequences))
+    return counts.figures(job)
+
+
 def main() -> None:
     args = parse_args()
-    is_gpu = args.shape is not None
-    model = str(shape_folder(args.shape)) if is_gpu else args.model or demo_model()
-    prefix_len, own_len, output_len, block_size = GPU_SIZES if is_gpu else CPU_SIZES
-    num_kv_tokens = args.groups * prefix_len // 2
-    settings = {"kvcache_block_size": block_size, "num_kvcache_blocks": num_kv_tokens // block_size}
-    if is_gpu:
-        settings["load_format"] = "dummy"
+    is_large = args.simulate or args.shape is not None
+    prefix_len, own_len, output_len, block_size = GPU_SIZES if is_large else CPU_SIZES
+    prefix_len = args.prefix_len or prefix_len
+    num_kv_tokens = (args.cached_prefixes or args.groups // 2) * prefix_len
+    settings: dict[str, Any] = {
+        "kvcache_block_size": block_size,
+        "num_kvcache_blocks": num_kv_tokens // block_size,
+        "load_format": "auto" if args.shape is None else "dummy",
+    }
     job = make_job(args.groups, args.members, prefix_len, own_len, seed=1)
-    warm_up = make_job(4, 4, prefix_len, own_len, seed=0)
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
 
     shared = prefix_len // block_size * block_size  # of a last block that is not full, each computes its own
     num_prompt = sum(map(len, job))
@@ -99,27 +128,45 @@ def main() -> None:
     print(f"{args.groups} groups of {args.members} prompts: {lengths}")
     print(f"KV cache of {num_kv_tokens:,} tokens; {args.groups} prefixes have {args.groups * prefix_len:,}")
     print(f"least possible: {least:,} prompt tokens of {num_prompt:,}, a hit rate of {1 - least / num_prompt:.3f}")
-    result: dict[str, Any] = {"shape": args.shape or model, "least_prefill_tokens": least, "prompt_tokens": num_prompt}
-    outputs = {}
-    for policy in ("fcfs", "prefix"):
-        result[policy], outputs[policy] = measure(policy, model, settings, job, warm_up, params)
-        print(f"{policy:8}" + ", ".join(f"{name} {value}" for name, value in result[policy].items()), flush=True)
-    result["speedup"] = round(result["fcfs"]["seconds"] / result["prefix"]["seconds"], 2)
-    pairs = zip(outputs["fcfs"], outputs["prefix"], strict=True)
-    result["equal_outputs"] = sum(plain == ordered for plain, ordered in pairs)
-    print(f"{result['speedup']} times as fast; {result['equal_outputs']} of {len(job)} outputs are equal")
+    result: dict[str, Any] = {"least_prefill_tokens": least, "prompt_tokens": num_prompt}
+    if args.simulate:
+        for policy in POLICIES:
+            result[policy] = simulate(policy, settings, job, output_len, args.look_ahead)
+            report(policy, result[policy])
+    else:
+        result["shape"] = args.shape or args.model or demo_model()
+        model = str(shape_folder(args.shape)) if args.shape else result["shape"]
+        warm_up = make_job(4, 4, prefix_len, own_len, seed=0)
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+        outputs = {}
+        for policy in POLICIES:
+            result[policy], outputs[policy] = measure(policy, model, settings, job, warm_up, params)
+            report(policy, result[policy])
+        result["speedup"] = round(result["fcfs"]["seconds"] / result["prefix"]["seconds"], 2)
+        pairs = zip(outputs["fcfs"], outputs["prefix"], strict=True)
+        result["equal_outputs"] = sum(plain == ordered for plain, ordered in pairs)
+        print(f"{result['speedup']} times as fast; {result['equal_outputs']} of {len(job)} outputs are equal")
     print(json.dumps({**result, **describe_environment()}))
+
+
+def report(policy: str, figures: dict[str, Any]) -> None:
+    print(f"{policy:8}" + ", ".join(f"{name} {value:,}" for name, value in figures.items()), flush=True)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory, .gguf file or hub id; default: the demo model")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, on a GPU")
+    parser.add_argument("--simulate", action="store_true", help="the lengths of a GPU's job, without a model")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--members", type=int, default=32, help="prompts of a group")
+    parser.add_argument("--prefix-len", type=int, help="tokens of a prefix; default: 2,048 on a GPU, 16 on a CPU")
+    parser.add_argument("--cached-prefixes", type=int, help="prefixes that the KV cache holds; default: half of them")
+    parser.add_argument("--look-ahead", type=int, default=LOOK_AHEAD, help="requests that a simulated order sees")
     args = parser.parse_args()
-    if args.groups < 2 or args.members < 1:
-        parser.error("there must be 2 groups and 1 member at least")
+    sizes = (args.members, args.prefix_len, args.cached_prefixes, args.look_ahead)
+    if args.groups < 2 or any(size is not None and size < 1 for size in sizes):
+        parser.error("there must be 2 groups at least, and 1 of everything else")
     return args
 
 

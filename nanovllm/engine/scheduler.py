@@ -79,8 +79,8 @@ class Scheduler:
 
     A step gives every decoding sequence its token first, then spends the rest of the budget on prompts that
     are under way, then on admissions. A sequence gets the blocks of its whole prompt when it is admitted, so
-    only decoding can run out of blocks; then the youngest running sequence is preempted: it gives up its
-    blocks, goes back to the head of the queue, and later recomputes prompt and output.
+    only decoding can run out of blocks; then the youngest running sequence (the last admitted) is preempted: it
+    gives up its blocks, goes back to the head of the queue, and later recomputes prompt and output.
 
     Nobody is admitted while the prompt of a running sequence is not scheduled to its end: at most one is under way,
     the last admitted. So whoever is looked up in the prefix cache finds there all that the running sequences have in
