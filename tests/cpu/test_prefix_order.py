@@ -9,6 +9,7 @@ import time
 from array import array
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.waiting_queue import WaitingQueue
+from nanovllm.jobs.engine import JobEngine
 from tests.checkpoints import VOCAB_SIZE as MODEL_VOCAB_SIZE
 from tests.cpu.policies import VOCAB_SIZE, StubEngine, make_sequence
 
@@ -468,3 +470,17 @@ def test_generate_looks_ahead_where_that_is_of_use(
     outputs = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True, temperature=0), use_tqdm=False)
     assert [output["prompt_token_ids"] for output in outputs] == prompts
     assert most == most_expected
+
+
+def test_job_on_a_file_looks_ahead(byte_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nanovllm run` reads as far ahead as `generate`, and no further."""
+    monkeypatch.setattr(scheduler_module, "LOOK_AHEAD", 40)
+    settings = {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_num_seqs": 4}
+    for num_groups, expected in ((3, 44), (10_000, 8)):
+        with JobEngine(str(byte_llama), **settings) as engine:
+            for index in range(100):
+                if not engine.is_full:
+                    prompt = array("i", [index % num_groups] * 17)
+                    row: Any = SimpleNamespace(token_ids=prompt, params=SamplingParams(max_tokens=2, ignore_eos=True))
+                    engine.add(row)
+            assert engine.num_rows == expected
