@@ -42,7 +42,9 @@ class StubEngine:
 
     def __init__(self, max_num_seqs: int, output_lens: tuple[int, int]) -> None:
         manager = BlockManager(max_num_seqs * BLOCKS_PER_SEQUENCE, BLOCK_SIZE)
-        self.scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=16384)
+        self.scheduler = Scheduler(
+            manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=16384, schedule_policy="prefix"
+        )
         self.output_lens = output_lens
         self.num_finished = 0
         self.seconds: dict[str, list[float]] = {"schedule": [], "pack": [], "postprocess": [], "add": []}

@@ -9,6 +9,7 @@ from nanovllm.utils.checks import check_bool, check_int, check_number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+SCHEDULE_POLICIES = ("prefix", "fcfs")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Config:
         attention_backend: a backend's name, or "auto".
         load_format: "auto" reads the checkpoint; "dummy" makes random weights from its config alone.
         enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
+        schedule_policy: which waiting request starts next. "prefix" lets those go together that begin alike or like
+            something cached, and bounds how often a request is overtaken; "fcfs" is first come first served. Where
+            nothing is shared they are the same.
         seed: of the requests that bring none; None draws from the operating system.
     """
 
@@ -52,6 +56,7 @@ class Config:
     attention_backend: str = "auto"
     load_format: str = "auto"
     enable_prefix_caching: bool = True
+    schedule_policy: str = "prefix"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,11 +69,12 @@ class Config:
         for name in ("enforce_eager", "enable_prefix_caching"):
             check_bool(name, getattr(self, name))
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
-        for name in ("model", "device", "dtype", "attention_backend", "load_format"):
+        for name in ("model", "device", "dtype", "attention_backend", "load_format", "schedule_policy"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a string, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("schedule_policy", self.schedule_policy, SCHEDULE_POLICIES)
 
     @classmethod
     def from_kwargs(cls, model: str | os.PathLike[str], **kwargs: Any) -> "Config":

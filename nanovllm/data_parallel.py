@@ -96,6 +96,10 @@ class DataParallelLLM(LLM):
         return self._take_finished()
 
     @property
+    def num_wanted(self) -> int:
+        return self.config.max_num_seqs * self.config.data_parallel_size
+
+    @property
     def wants_more(self) -> bool:
         """Whether so little is queued that replicas may soon have nothing to do."""
         return self._replicas.wants_more

@@ -77,6 +77,14 @@ class BlockManager:
             parent = block.content_id
         return found
 
+    def prefix_hash(self, seq: Sequence, num_blocks: int) -> int:
+        """Chained hash of the sequence's first blocks, which are full of known tokens."""
+        return self._block_hash(seq, num_blocks - 1)
+
+    def is_cached(self, prefix_hash: int) -> bool:
+        """Whether a prefix with this hash is published: by the hash alone, which will do to choose an order."""
+        return prefix_hash in self.hash_to_block_id
+
     def num_new_blocks(self, seq: Sequence, cached_block_ids: list[int]) -> int:
         """Free blocks that `allocate` would take: those for uncomputed tokens, and cached ones without a holder."""
         num_idle = sum(self.blocks[block_id].ref_count == 0 for block_id in cached_block_ids)

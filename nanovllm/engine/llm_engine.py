@@ -63,6 +63,7 @@ class LLMEngine:
             self.block_manager,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
+            schedule_policy=self.config.schedule_policy,
         )
         self.entrance = Entrance(self.scheduler)
         self._grouper = PrefixGrouper(block_size, self.runner.group_capacity)
@@ -127,6 +128,11 @@ class LLMEngine:
     @property
     def is_closed(self) -> bool:
         return self._is_closed
+
+    @property
+    def num_wanted(self) -> int:
+        """Requests and samples that it is of use to have queued, beside those that run."""
+        return self.scheduler.num_wanted
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to compute, to read or to report."""
@@ -215,8 +221,10 @@ class LLMEngine:
             with ProgressBar(feed.num_prompts, enabled=use_tqdm) as progress:
                 while len(outputs) < feed.num_prompts:
                     feed.encode_chunk()
-                    # No more than the step may start: what waits in the feed takes less memory.
-                    while feed.can_take and self.entrance.num_queued < self.scheduler.max_num_seqs:
+                    # No more than is of use: what waits in the feed takes less memory. And no more at a time than a
+                    # step may start: to make them takes a while.
+                    most = self.entrance.num_queued + self.scheduler.max_num_seqs
+                    while feed.can_take and self.entrance.num_queued < min(most, self.num_wanted):
                         seq = make(*feed.take())
                         requests[seq.seq_id] = seq
                         self._enqueue(seq)

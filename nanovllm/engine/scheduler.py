@@ -1,15 +1,17 @@
 """Which tokens each step computes. Policy only: no tensors, no device."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nanovllm.engine.admission import BlockForecast, LengthEstimator
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.waiting_queue import WaitingQueue
 
 # A full engine admits its next prompts when this share of its sequences, at least one, has ended.
 _ADMISSION_GROUPS = 32
+# Waiting sequences to choose from, where some begin alike: each takes up to 5 KB beside its tokens.
+LOOK_AHEAD = 4096
 
 
 @dataclass
@@ -73,22 +75,34 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Mixes decode tokens and prefill chunks under a token budget, first come first served.
+    """Mixes decode tokens and prefill chunks under a token budget.
 
     A step gives every decoding sequence its token first, then spends the rest of the budget on prompts that
     are under way, then on admissions. A sequence gets the blocks of its whole prompt when it is admitted, so
-    only decoding can run out of blocks; then the youngest running sequence is preempted: it gives up its
-    blocks, goes back to the head of the queue, and later recomputes prompt and output.
+    only decoding can run out of blocks; then the youngest running sequence (the last admitted) is preempted: it
+    gives up its blocks, goes back to the head of the queue, and later recomputes prompt and output.
 
-    `running` is in order of arrival, as is `waiting`, and everything waiting arrived after everything running.
+    Nobody is admitted while the prompt of a running sequence is not scheduled to its end: at most one is under way,
+    the last admitted. So whoever is looked up in the prefix cache finds there all that the running sequences have in
+    common with it, and what several share is computed once.
+
+    `running` is in order of admission. Who is admitted next, `WaitingQueue` decides; first come first served
+    ("fcfs"), that is the order of arrival, and everything waiting arrived after everything running.
     """
 
-    def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        schedule_policy: str = "fcfs",
+    ) -> None:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         # Each running sequence may need one token of every step's budget.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.waiting = WaitingQueue(block_manager, schedule_policy)
         self.running: dict[int, Sequence] = {}
         self.estimator = LengthEstimator()
         self._free_slots = list(reversed(range(self.max_num_seqs)))
@@ -98,8 +112,13 @@ class Scheduler:
     def has_sequences(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def num_wanted(self) -> int:
+        """Sequences that are of use in the queue: no more than may start, unless its order gains from seeing others."""
+        return max(self.max_num_seqs, LOOK_AHEAD) if self.waiting.is_sharing else self.max_num_seqs
+
     def add(self, seq: Sequence) -> None:
-        self.waiting[seq.seq_id] = seq
+        self.waiting.add(seq)
 
     def schedule(self) -> ScheduledBatch:
         """Chooses the tokens of the next step and takes their blocks; no sequences if there is nothing to compute.
@@ -166,8 +185,8 @@ class Scheduler:
             self.block_manager.publish(seq)
             self._release(seq)
         else:
-            del self.waiting[seq.seq_id]
-            self._num_awaited = 0  # the head of the queue may be another one now
+            self.waiting.remove(seq)
+            self._num_awaited = 0  # another one may be the next now
         seq.end(reason)
 
     def reset(self) -> None:
@@ -216,14 +235,14 @@ class Scheduler:
             if not self._free_slots:
                 self._await_room()
                 break
-            seq = next(iter(self.waiting.values()))
+            seq = self.waiting.choose()
             cached_block_ids = self.block_manager.find_cached_blocks(seq)
             if forecast is None:
                 forecast = BlockForecast(self.running.values(), self.estimator, self.block_manager)
             if not self._fits(seq, cached_block_ids, forecast):
                 self._await_room()
                 break
-            del self.waiting[seq.seq_id]
+            self.waiting.take(seq)
             self.block_manager.allocate(seq, cached_block_ids)
             seq.slot = self._free_slots.pop()
             seq.status = SequenceStatus.RUNNING
@@ -268,8 +287,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._release(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting[seq.seq_id] = seq
-        self.waiting.move_to_end(seq.seq_id, last=False)
+        self.waiting.put_back(seq)
 
     def _release(self, seq: Sequence) -> None:
         del self.running[seq.seq_id]

@@ -13,14 +13,15 @@ from nanovllm.llm import LLM
 class JobEngine:
     """Takes prepared rows, and gives them back with their results.
 
-    It wants as many as can run, on all replicas, and as many again that wait: so a step always finds a next prompt, and
-    the number of rows in memory depends on the engine and not on the job. Samples are counted, not rows.
+    It wants as many as can run, on all replicas, and as many waiting as the engine has a use for: so a step always
+    finds a next prompt, and the number of rows in memory depends on the engine and not on the job. Samples are counted,
+    not rows.
     """
 
     def __init__(self, model: str, **config: Any) -> None:
         """Loads a model; see `LLM`."""
         self._llm = LLM(model, **config)
-        self._capacity = 2 * self._llm.config.max_num_seqs * self._llm.config.data_parallel_size
+        self._max_running = self._llm.config.max_num_seqs * self._llm.config.data_parallel_size
         self._rows: dict[int, PreparedRow] = {}
         self._num_samples = 0
 
@@ -34,8 +35,8 @@ class JobEngine:
 
     @property
     def max_rows(self) -> int:
-        """Most rows that it holds."""
-        return self._capacity
+        """Most rows that are of use at a time."""
+        return 2 * self._max_running
 
     @property
     def num_rows(self) -> int:
@@ -44,7 +45,7 @@ class JobEngine:
 
     @property
     def is_full(self) -> bool:
-        return self._num_samples >= self._capacity
+        return self._num_samples >= self._max_running + self._llm.num_wanted
 
     def add(self, row: PreparedRow) -> None:
         """Queues a row. The caller has asked `is_full`."""

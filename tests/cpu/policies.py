@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from nanovllm import SamplingParams
+from nanovllm.engine import waiting_queue
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.waiting_queue import WaitingQueue
 
 VOCAB_SIZE = 3  # so small that prompts often begin alike
 
@@ -38,6 +40,7 @@ def make_sequence(
     stop_ids: Iterable[int] = (),
     min_tokens: int = 0,
     cache_salt: int = 0,
+    request_id: int | None = None,
     num_kv_tokens: int | None = None,
 ) -> Sequence:
     """A waiting sequence. `num_kv_tokens` caps its length as the engine does: the last token needs no KV."""
@@ -47,6 +50,7 @@ def make_sequence(
         seq_id,
         token_ids,
         SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=True),
+        request_id=request_id,
         max_total_tokens=limit if num_kv_tokens is None else min(limit, num_kv_tokens + 1),
         stop_ids=frozenset(stop_ids),
         cache_salt=cache_salt,
@@ -150,16 +154,24 @@ class StubEngine:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 64,
         enable_prefix_caching: bool = True,
+        schedule_policy: str = "fcfs",
     ) -> None:
         self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(
-            self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            self.manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            schedule_policy=schedule_policy,
         )
+        self.is_by_prefix = schedule_policy == "prefix" and enable_prefix_caching
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.device = StubDevice(num_blocks, block_size, self.scheduler.max_num_seqs)
         self.grouper = PrefixGrouper(block_size, capacity=3)
         self.sequences: list[Sequence] = []
         self.num_preemptions = self.num_prefill_tokens = self.num_decode_tokens = 0
+        self.num_overtakings: dict[int, int] = {}  # by seq_id: later requests that began before
+        self.admitted: list[Sequence] = []  # in the order in which they were for the first time
+        self._num_before: dict[int, int] = {}  # by seq_id: requests that waited when it came
         self._expected_tokens: list[list[int]] = []  # by seq_id
         self._in_flight: tuple[ScheduledBatch, list[int]] | None = None
 
@@ -171,7 +183,9 @@ class StubEngine:
         stop_ids: Iterable[int] = (),
         min_tokens: int = 0,
         cache_salt: int = 0,
+        request_id: int | None = None,
     ) -> Sequence:
+        """Queues a sequence: the first sample of a request, unless `request_id` is another one's."""
         seq = make_sequence(
             len(self.sequences),
             prompt,
@@ -179,9 +193,11 @@ class StubEngine:
             stop_ids=stop_ids,
             min_tokens=min_tokens,
             cache_salt=cache_salt,
+            request_id=request_id,
             num_kv_tokens=self.manager.num_blocks * self.manager.block_size,
         )
         self.sequences.append(seq)
+        self._num_before[seq.seq_id] = len({other.request_id for other in self.scheduler.waiting.values()})
         self._expected_tokens.append(unstopped_tokens(seq))
         self.scheduler.add(seq)
         return seq
@@ -280,11 +296,17 @@ class StubEngine:
         slots = [seq.slot for seq in scheduler.running.values()]
         assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.max_num_seqs for slot in slots)
 
-        # First come, first served: who runs arrived before all who wait, and both queues keep the order.
-        queue = [*scheduler.running, *scheduler.waiting]
-        assert queue == sorted(seq.seq_id for seq in before.running + before.waiting)
-
         preempted = {seq.seq_id for seq in before.running if seq.seq_id in scheduler.waiting}
+        if self.is_by_prefix:
+            self._check_order(before, preempted)
+        else:
+            # First come, first served: who runs arrived before all who wait, and both queues keep the order.
+            queue = [*scheduler.running, *scheduler.waiting]
+            assert queue == sorted(seq.seq_id for seq in before.running + before.waiting)
+        self.admitted += [seq for seq in scheduler.running.values() if seq not in self.admitted]
+        unready = [seq for seq in scheduler.running.values() if seq.num_computed_tokens < seq.num_tokens - 1]
+        assert unready in ([], [next(reversed(scheduler.running.values()))]), "admitted beside an unfinished prompt"
+
         assert len(preempted) == batch.num_preemptions
         assert all(not scheduler.waiting[seq_id].block_table for seq_id in preempted)
         for seq in before.decoding:
@@ -300,6 +322,66 @@ class StubEngine:
             assert seq.num_computed_tokens == start + count <= len(seq.block_table) * self.manager.block_size
         self.num_prefill_tokens += batch.num_prefill_tokens
         self.num_decode_tokens += batch.num_decode_tokens
+
+    def _check_order(self, before: _Before, preempted: set[int]) -> None:
+        """Both queues keep their order but for admissions; preempted sequences come back first; nobody is overtaken
+        more often than is promised."""
+        scheduler, limit = self.scheduler, waiting_queue.MAX_OVERTAKINGS
+        was_running = {seq.seq_id for seq in before.running}
+        has_been_admitted = {seq.seq_id for seq in self.admitted}
+        running = list(scheduler.running.values())
+        admitted = [seq for seq in running if seq.seq_id not in was_running]
+        assert running == [seq for seq in before.running if seq.seq_id not in preempted] + admitted
+        rest = [seq.seq_id for seq in before.waiting if seq not in admitted]
+        waiting = list(scheduler.waiting)
+        assert waiting[len(preempted) :] == rest and waiting[: len(preempted)] == sorted(
+            preempted, key=[seq.seq_id for seq in before.running].index
+        )
+        is_preempted = [seq.seq_id in has_been_admitted for seq in before.waiting]
+        assert is_preempted == sorted(is_preempted, reverse=True), "preempted sequences wait first"
+        if has_been_admitted & set(waiting):
+            assert has_been_admitted.issuperset(seq.seq_id for seq in admitted), "a preempted sequence was overtaken"
+        for seq in admitted:
+            if seq.seq_id in has_been_admitted or seq.seq_id != seq.request_id:
+                continue
+            for other_id in waiting:
+                if other_id < seq.seq_id and other_id not in has_been_admitted:
+                    self.num_overtakings[other_id] = self.num_overtakings.get(other_id, 0) + 1
+        for seq_id, num_overtakings in self.num_overtakings.items():
+            assert num_overtakings <= limit * (self._num_before[seq_id] + 1)
+        check_prefix_index(scheduler.waiting)
+
+
+def check_prefix_index(waiting: WaitingQueue) -> None:
+    """A radix tree's invariants: each node has just the sequences that begin like it, in order of arrival, and as many
+    nodes as it takes to tell them apart."""
+    index, manager = waiting._prefixes, waiting._block_manager
+    indexed = [seq for seq in waiting._arrived.values() if seq.seq_id == seq.request_id]
+    nodes, stack = set(), [index._root]
+    while stack:
+        node = stack.pop()
+        for block_hash, child in node.children.items():
+            depth = child.depth
+            alike = [
+                seq
+                for seq in indexed
+                if seq.num_reusable_tokens // manager.block_size >= depth
+                and (node is index._root or seq.seq_id in node.sequences)
+                and manager.prefix_hash(seq, depth) == block_hash
+            ]
+            assert (child.block_hash, child.parent, depth) == (block_hash, node, node.depth + 1)
+            assert child.sequences and list(child.sequences.values()) == alike
+            nodes.add(child)
+            stack.append(child)
+        if len(node.sequences) > 1 or node is index._root:
+            # All are told apart by their next block, or have none.
+            num_deeper = sum(len(child.sequences) for child in node.children.values())
+            members = indexed if node is index._root else list(node.sequences.values())
+            assert num_deeper == sum(seq.num_reusable_tokens // manager.block_size > node.depth for seq in members)
+    warm = {node for level in index._warm.values() for node in level}
+    assert warm <= nodes and all(index._warm.values())
+    assert all(node.depth == depth for depth, level in index._warm.items() for node in level)
+    assert {seq_id: node for node in nodes for seq_id in node.sequences}.keys() == index._deepest.keys()
 
 
 def bench_lengths(num_seqs: int = 256, seed: int = 0) -> list[tuple[int, int]]:

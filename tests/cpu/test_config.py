@@ -41,6 +41,7 @@ def test_defaults() -> None:
         "attention_backend": ["auto", "sdpa"],
         "load_format": ["auto", "dummy"],
         "enable_prefix_caching": [True, False],
+        "schedule_policy": ["prefix", "fcfs"],
         "seed": [None, 0, 2**64 - 1, np.int64(5)],
     }.items(),
 )
@@ -62,6 +63,7 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "num_kvcache_blocks": [0, -1],
         "dtype": ["fp32", "", "int8", "Float32"],
         "load_format": ["pt", ""],
+        "schedule_policy": ["lpm", "", "FCFS"],
         "seed": [-1],
     }.items(),
 )
@@ -89,6 +91,7 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "attention_backend": [None, 0, ["sdpa"]],
         "load_format": [None, 0],
         "enable_prefix_caching": [0, 1, None, "no"],
+        "schedule_policy": [None, 0, ["fcfs"]],
         "seed": [True, 1.0, "1"],
     }.items(),
 )

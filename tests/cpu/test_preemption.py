@@ -224,7 +224,13 @@ def test_abort_of_a_preempted_sequence(
 def test_order_of_arrival(random_llama: Any, make_llm: Any, prompts: list[list[int]]) -> None:
     """Guards against the oldest being preempted, and against a preempted sequence standing in line behind those that
     came after it: with such rules somebody may wait for ever."""
-    llm = make_llm(random_llama[0], kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=SMALL_POOL, max_num_seqs=4)
+    llm = make_llm(
+        random_llama[0],
+        kvcache_block_size=BLOCK_SIZE,
+        num_kvcache_blocks=SMALL_POOL,
+        max_num_seqs=4,
+        schedule_policy="fcfs",  # every prompt comes twice
+    )
     seq_ids = [llm.add_request(prompt, GREEDY) for prompt in prompts * 2]
     order_of_ends: list[int] = []
     total = 0

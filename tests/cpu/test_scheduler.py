@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from nanovllm.engine import block_manager as block_manager_module
+from nanovllm.engine import waiting_queue
 from nanovllm.engine.admission import BlockForecast
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
@@ -49,6 +50,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     Half of the runs are blind to the future: they admit whatever fits now, so that preemptions are frequent.
     """
 
+    schedule_policy = "fcfs"
+
     @initialize(
         num_blocks=st.integers(1, 14),
         block_size=st.integers(1, 4),
@@ -66,24 +69,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.patches.enter_context(mock.patch.object(block_manager_module, "_hash", cut_hash))
         if is_blind:
             self.patches.enter_context(mock.patch.object(BlockForecast, "worst_growth", lambda self: 0))
-        self.engine = StubEngine(**kwargs)
+        self.patches.enter_context(mock.patch.object(waiting_queue, "MAX_OVERTAKINGS", 2))
+        self.engine = StubEngine(schedule_policy=self.schedule_policy, **kwargs)
         self.num_kv_tokens = kwargs["num_blocks"] * kwargs["block_size"]
 
     @precondition(lambda self: len(self.engine.sequences) < 24)
     @rule(
-        num_requests=st.integers(1, 3),
+        num_sequences=st.integers(1, 3),
+        are_samples=st.booleans(),
         prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14),
         max_tokens=st.integers(1, 12),
         stop_ids=st.sampled_from([(), (), (0,), (0, 2)]),
         min_tokens=st.integers(0, 3),
         cache_salt=st.sampled_from([0, 0, 0, 7]),
     )
-    def add(self, num_requests: int, prompt: list[int], max_tokens: int, min_tokens: int, **kwargs: Any) -> None:
-        for _ in range(num_requests):
+    def add(
+        self, num_sequences: int, are_samples: bool, prompt: list[int], max_tokens: int, min_tokens: int, **kwargs: Any
+    ) -> None:
+        """Equal requests, or the samples of one."""
+        request_id = len(self.engine.sequences) if are_samples else None
+        for _ in range(num_sequences):
             self.engine.add(
                 prompt[: self.num_kv_tokens],
                 max_tokens=max_tokens,
                 min_tokens=min(min_tokens, max_tokens),
+                request_id=request_id,
                 **kwargs,
             )
 
@@ -116,11 +126,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.patches.close()
 
 
-def test_random_traffic() -> None:
+class PrefixOrderMachine(SchedulerMachine):
+    """The same where requests that begin alike go together."""
+
+    schedule_policy = "prefix"
+
+
+@pytest.mark.parametrize("machine", [SchedulerMachine, PrefixOrderMachine], ids=["fcfs", "prefix"])
+def test_random_traffic(machine: type[SchedulerMachine]) -> None:
     """Stale blocks, double appends, sharing of what is not computed, lost requests, unfair or idle steps: each
     shows as a row that attends to other tokens than its own, a wrong output, or a broken check of a step."""
     run_state_machine_as_test(
-        SchedulerMachine,
+        machine,
         settings=settings(max_examples=250, stateful_step_count=30, deadline=None, database=None, derandomize=True),
     )
 
