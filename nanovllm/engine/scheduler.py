@@ -58,6 +58,19 @@ class ScheduledBatch:
         if is_computed and seq.is_only_scored:
             self.fully_scored.append(seq)
 
+    def add_token(self, seq: Sequence) -> None:
+        """What `add` does for one token, faster if nothing but an output token is left to compute."""
+        if seq.num_computed_tokens < seq.num_prompt_tokens:
+            self.add(seq, 1)
+            return
+        self.sequences.append(seq)
+        self.starts.append(seq.num_computed_tokens)
+        self.num_query_tokens.append(1)
+        self.is_sampled.append(True)
+        self.num_decode_tokens += 1
+        seq.num_computed_tokens += 1
+        seq.num_in_flight += 1
+
     def _score(self, seq: Sequence, num_tokens: int) -> None:
         """Notes the prompt tokens whose log-probabilities follow from the next tokens to be computed: each token's
         logits are about the one after it. What a preempted sequence computes again is not scored again."""
@@ -169,7 +182,8 @@ class Scheduler:
             elif len(seq.token_ids) >= seq.max_total_tokens:
                 self.finish(seq, "length")
             else:
-                self.block_manager.publish(seq)
+                if len(seq.token_ids) % self.block_manager.block_size == 0:
+                    self.block_manager.publish(seq)
                 continue
             self.estimator.observe(seq)
             finished.append(seq)
@@ -205,20 +219,29 @@ class Scheduler:
         yield from self.waiting.values()
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> None:
+        block_size = self.block_manager.block_size
         for seq in list(self.running.values()):
-            if seq.status is not SequenceStatus.RUNNING or not seq.is_decoding or seq.has_reached_limit:
+            # `is_decoding` and `has_reached_limit`, written out: this is asked of every sequence in every step.
+            num_tokens, num_computed = len(seq.token_ids) + seq.num_in_flight, seq.num_computed_tokens
+            if num_tokens - num_computed != 1 or not num_computed or num_tokens >= seq.max_total_tokens:
                 continue
-            while not self.block_manager.can_append(seq):
-                # Oldest first, so the youngest is not in this batch yet. It can be the sequence itself.
-                youngest = next(reversed(self.running.values()))
-                self._preempt(youngest)
-                batch.num_preemptions += 1
-                if youngest is seq:
-                    break
-            else:
-                self.block_manager.append(seq)
-                batch.add(seq, 1)
+            if num_computed >= len(seq.block_table) * block_size and not self._append_block(batch, seq):
+                continue
+            batch.add_token(seq)
+            if seq.num_computed_tokens % block_size == 0:
                 self.block_manager.publish(seq)
+
+    def _append_block(self, batch: ScheduledBatch, seq: Sequence) -> bool:
+        """Makes room for a decoding sequence's token; False if the sequence itself has been preempted for that."""
+        while not self.block_manager.can_append(seq):
+            # Oldest first, so the youngest is not in this batch yet. It can be the sequence itself.
+            youngest = next(reversed(self.running.values()))
+            self._preempt(youngest)
+            batch.num_preemptions += 1
+            if youngest is seq:
+                return False
+        self.block_manager.append(seq)
+        return True
 
     def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
         for seq in self.running.values():
