@@ -4,8 +4,8 @@
     python -m benchmarks.cli_overhead --shape qwen3-0.6b --token-ids --num-rows 20000 --num-words 20 --max-num-seqs 1024
 
 With --token-ids, `generate` gets texts that are tokenised already, and nothing is tokenised in its time. Both run in
-processes of their own, in turn. Seconds are those of the job alone; CPU seconds, which a busy machine disturbs less, are
-those of the whole process, start and loading included. The last line is JSON.
+processes of their own, in turn. Seconds are those of the job alone; CPU seconds, which a busy machine disturbs less,
+are those of the whole process, start and loading included. The last line is JSON.
 """
 
 import argparse

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 # Kept free beside what the warm-up measured: fragments of the allocator, and libraries' own workspaces.
 _MARGIN_BYTES = 256 << 20
 
+# Each costs the host some memory, and the start some time. A model so small that more would fit needs no more.
+_MAX_KV_BLOCKS = 1 << 20
+
 Masks = npt.NDArray[np.int32]
 SampleRest = Callable[[torch.Tensor | None], StepHandle]
 
@@ -287,7 +290,7 @@ class ModelRunner:
             )
         if num_bytes < block_bytes:
             raise ValueError(f"the KV cache gets {num_bytes} bytes, but one block takes {block_bytes}")
-        return num_bytes // block_bytes
+        return min(num_bytes // block_bytes, _MAX_KV_BLOCKS)
 
     def _largest_batch(self) -> PackedBatch:
         config = self.config

@@ -19,19 +19,17 @@ SMALLEST_SHARED_MEMORY = 99 * 1024  # bytes a block may use on the consumer GPUs
 
 
 @triton.jit
-def locate_tokens(table_ptr, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Where tokens first .. first+TILE-1 of one sequence live; tokens >= end are marked invalid.
+def load_pages(table_ptr, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Blocks of tokens first .. first+TILE-1 of one sequence: an int32 if the tile lies in one, else [TILE]; 0 for
+    tokens >= end. `first` must be a multiple of TILE.
 
-    `first` must be a multiple of TILE. Returns (page int64 scalar or [TILE], slot in the page int32 [TILE],
-    valid int1 [TILE]).
+    Loops over tiles ask for a tile's blocks two tiles ahead: then the addresses of its keys, which are fetched one tile
+    ahead, don't wait for them.
     """
+    if PAGE % TILE == 0:
+        return tl.load(table_ptr + first // PAGE, mask=first < end, other=0)
     tokens = first + tl.arange(0, TILE)
-    valid = tokens < end
-    if PAGE % TILE == 0:  # the tile lies in one page: one scalar load instead of a gather
-        page = tl.load(table_ptr + first // PAGE).to(tl.int64)
-    else:
-        page = tl.load(table_ptr + tokens // PAGE, mask=valid, other=0).to(tl.int64)
-    return page, tokens % PAGE, valid
+    return tl.load(table_ptr + tokens // PAGE, mask=tokens < end, other=0)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from nanovllm.kernels.common import (
     check_attention,
     dot_precision,
     launch_options,
-    locate_tokens,
+    load_pages,
     wait_for_previous_kernel,
 )
 from nanovllm.kernels.decode_plan import DecodePlan, padded, tile_length
@@ -121,12 +121,19 @@ def _decode_kernel(
                 shared_partial_ptr, shared_lse_ptr, piece, span, tl.where(begins_shared, GROUP, 0), kv_head,
                 ROWS, HEAD_DIM, DIMS, SHARED_ROWS,
             )  # fmt: skip
-        for first in range((tile - first_tile) * TILE, end, TILE):
-            page, slot, valid = locate_tokens(row_table_ptr, first, end, PAGE, TILE)
+        start = (tile - first_tile) * TILE
+        page = load_pages(row_table_ptr, start, end, PAGE, TILE)
+        next_page = load_pages(row_table_ptr, start + TILE, end, PAGE, TILE)
+        for first in range(start, end, TILE):
+            later_page = load_pages(row_table_ptr, first + 2 * TILE, end, PAGE, TILE)
+            token = first + tl.arange(0, TILE)
+            valid = token < end
             mask = valid[:, None] & dim_ok[None, :]
+            k_ptrs = k_cache_ptr + (page.to(tl.int64) * k_block + token % PAGE * k_slot)[:, None] + dim[None, :]
+            v_ptrs = v_cache_ptr + (page.to(tl.int64) * v_block + token % PAGE * v_slot)[:, None] + dim[None, :]
             # masked slots may hold anything: loaded as 0, because 0 * NaN would poison the second product
-            k = tl.load(k_cache_ptr + (page * k_block + slot * k_slot)[:, None] + dim[None, :], mask=mask, other=0.0)
-            v = tl.load(v_cache_ptr + (page * v_block + slot * v_slot)[:, None] + dim[None, :], mask=mask, other=0.0)
+            k = tl.load(k_ptrs, mask=mask, other=0.0)
+            v = tl.load(v_ptrs, mask=mask, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [ROWS, TILE]
             scores = tl.where(valid[None, :], scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, axis=1))  # finite: every tile has a valid token
@@ -135,6 +142,7 @@ def _decode_kernel(
             total = total * shrink + tl.sum(weights, axis=1)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             peak = new_peak
+            page, next_page = next_page, later_page
         if LEVELS:
             acc, peak, total = _join(acc, peak, total, shared_lse, shared_values)
             if begins_shared & (span % MAX_PIECES + span // (MAX_PIECES * SHARED_ROWS) > 2):  # more of them, or levels

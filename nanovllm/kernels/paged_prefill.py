@@ -13,7 +13,7 @@ from nanovllm.kernels.common import (
     LOG2_E,
     check_attention,
     dot_precision,
-    locate_tokens,
+    load_pages,
     shared_memory_per_block,
 )
 
@@ -44,10 +44,14 @@ def attend_keys(
 ):
     """Fold keys start .. end-1 into the running softmax; MASKED: some of them are invisible to some row."""
     dim = tl.arange(0, DIMS)
+    page = load_pages(table_ptr, start, end, PAGE, TILE)
+    next_page = load_pages(table_ptr, start + TILE, end, PAGE, TILE)
     for first in range(start, end, TILE):
-        page, slot, valid = locate_tokens(table_ptr, first, end, PAGE, TILE)
-        k_ptrs = k_head_ptr + (page * k_block + slot * k_slot)[:, None] + dim[None, :]
-        v_ptrs = v_head_ptr + (page * v_block + slot * v_slot)[:, None] + dim[None, :]
+        later_page = load_pages(table_ptr, first + 2 * TILE, end, PAGE, TILE)
+        token = first + tl.arange(0, TILE)
+        valid = token < end
+        k_ptrs = k_head_ptr + (page.to(tl.int64) * k_block + token % PAGE * k_slot)[:, None] + dim[None, :]
+        v_ptrs = v_head_ptr + (page.to(tl.int64) * v_block + token % PAGE * v_slot)[:, None] + dim[None, :]
         if MASKED or HEAD_DIM != DIMS:
             # slots past the context may hold anything: loaded as 0, because 0 * NaN would poison the second product
             mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
@@ -58,7 +62,7 @@ def attend_keys(
             v = tl.load(v_ptrs)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [ROWS, TILE]
         if MASKED:
-            visible = (first + tl.arange(0, TILE))[None, :] <= position[:, None]
+            visible = token[None, :] <= position[:, None]
             scores = tl.where(visible & valid[None, :], scores, float("-inf"))
         # finite even for a fully masked row of this tile: each row has seen key 0 in the first tile
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
@@ -67,6 +71,7 @@ def attend_keys(
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak
+        page, next_page = next_page, later_page
     return acc, peak, total
 
 

@@ -217,8 +217,13 @@ def test_shared_prefixes(checkpoint: Any) -> None:
     prompts = prompts_that_begin_alike(seed=3)
     outputs = []
     for enforce_eager in (False, True):
-        settings: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 16, "max_num_seqs": 24}
-        with LLM(str(checkpoint[0]), enforce_eager=enforce_eager, **settings) as llm:
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "kvcache_block_size": 16,
+            "num_kvcache_blocks": 512,
+            "max_num_seqs": 24,
+        }
+        with LLM(str(checkpoint[0]), dtype="float32", enforce_eager=enforce_eager, **settings) as llm:
             for capacity in (llm._grouper.capacity, 0):
                 llm._grouper.capacity = capacity
                 results = llm.generate(prompts, GREEDY, use_tqdm=False)
