@@ -389,7 +389,7 @@ def test_backlog_is_small(policy: Replicas) -> None:
     policy._record(first, Report(begun=list(first.tasks)))
     policy.hand_out()
     assert _held(policy) == [[20] * 6, [20] * 4]
-    policy._record(second, Report(begun=list(second.tasks), finished=dict.fromkeys(second.tasks)))
+    policy._record(second, Report(list(second.tasks), dict.fromkeys(second.tasks, {"finish_reason": "stop"})))
     policy.hand_out()
     assert _held(policy) == [[20] * 6, [20] * 4]
     assert policy.num_unfinished == 16 and len(policy.finished) == 4
