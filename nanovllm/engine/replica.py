@@ -36,6 +36,7 @@ class Ready:
     """What a replica says when its model is loaded."""
 
     num_kv_tokens: int
+    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Replica(LLMEngine):
 
     def serve(self) -> None:
         """Computes until the parent wants no more."""
-        self._connection.send(Ready(self.inputs.num_kv_tokens))
+        self._connection.send(Ready(self.inputs.num_kv_tokens, self.stats()))
         report, last_sent = Report(), time.monotonic()
         while self._take_messages():
             self._step()

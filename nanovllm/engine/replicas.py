@@ -208,7 +208,7 @@ class Replicas:
     def _hear(self, replica: _Replica) -> None:
         message = replica.child.receive()
         if isinstance(message, Ready):
-            replica.num_kv_tokens = message.num_kv_tokens
+            replica.num_kv_tokens, replica.stats = message.num_kv_tokens, message.stats
         elif isinstance(message, Report):
             self._record(replica, message)
         else:
