@@ -1,6 +1,7 @@
 """The command line: `nanovllm run`, `nanovllm info` and `nanovllm bench`."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,9 @@ from nanovllm.version import __version__
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, 1 after an error, or 128 and the number of a signal."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     args = _parser().parse_args(arguments)
+    args.arguments = arguments
     try:
         status: int = args.command(args)
         return status
@@ -68,6 +71,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the output file, if it is there")
     parser.add_argument("--fail-fast", action="store_true", help="end with the first row that can't be completed")
     parser.add_argument("--dry-run", action="store_true", help="only check every row, without loading weights")
+    parser.add_argument("--report", metavar="FILE", help="write an HTML page about this run: rates, cache, slow rows")
+    parser.add_argument("--metrics", metavar="FILE", help="write counters as Prometheus text, every 5 seconds")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--seed", type=int, help="makes the job repeatable; each row's seed follows from it")
     add_flags(parser, SamplingParams, "sampling, for rows that don't say otherwise", skip=("seed", *NOT_IN_FILES))
@@ -87,6 +92,8 @@ def _run(args: argparse.Namespace) -> int:
         raise JobError("-o is missing: the file for the results, or - for standard output")
     if args.seed is not None and not 0 <= args.seed < 1 << 64:
         raise JobError(f"--seed must be in [0, 2**64), got {args.seed}")
+    if args.dry_run and (args.report or args.metrics):
+        raise JobError(f"{'--report' if args.report else '--metrics'} is about a run, and --dry-run is none")
     settings = JobSettings(
         input=args.input,
         output=args.output or "-",
@@ -103,6 +110,9 @@ def _run(args: argparse.Namespace) -> int:
         resume=args.resume,
         fail_fast=args.fail_fast,
         show_progress=not args.quiet,
+        report=args.report,
+        metrics=args.metrics,
+        command=shlex.join(["nanovllm", *args.arguments]),
     )
     job = Job(settings)
     return check_job(job) if args.dry_run else run_job(job)

@@ -38,6 +38,8 @@ class JobSettings:
         resume: go on with an output file.
         fail_fast: end with the first row that can't be completed.
         show_progress: on standard error.
+        report, metrics: files to write about the run.
+        command: as it was given, for the report.
     """
 
     input: str
@@ -55,6 +57,9 @@ class JobSettings:
     resume: bool = False
     fail_fast: bool = False
     show_progress: bool = True
+    report: str | None = None
+    metrics: str | None = None
+    command: str = ""
 
 
 class Job:
