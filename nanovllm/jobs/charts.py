@@ -54,7 +54,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, int]], note: str = "") -> st
     highest = nice_above(max(number for _, number in bars))
     width = _INNER_WIDTH / len(bars)
     parts = [_Axes(0.0, highest, short_number).draw()]
-    every = -(-len(bars) // 16)  # a label needs some room
+    every = -(-len(bars) // 12)  # a label needs some room
     for place, (label, number) in enumerate(bars):
         left, height = _LEFT + place * width, _INNER_HEIGHT * number / highest
         parts.append(

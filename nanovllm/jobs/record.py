@@ -142,8 +142,8 @@ class JobRecord:
         self.num_failed += number
 
     def intervals(self) -> Iterator["Interval"]:
-        """Of the timeline, without gaps; neighbouring ones are joined so that there are at most a hundred or so, since the
-        rates of a few steps are noise."""
+        """Of the timeline, without gaps. Neighbours are joined so that there are at most a hundred or so: rates of few
+        steps are noise."""
         points = self.timeline.points
         start, before = points[0] if points else (0.0, EngineStats())
         for end, after in points[1:]:
@@ -184,3 +184,9 @@ class Interval:
         num_hits = self.growth("num_hit_blocks")
         num_looked_up = num_hits + self.growth("num_missed_blocks")
         return num_hits / num_looked_up if num_looked_up else None
+
+    @property
+    def milliseconds_a_step(self) -> float | None:
+        """None if there was no step."""
+        num_steps = self.growth("num_steps")
+        return 1000 * self.growth("step_seconds") / num_steps if num_steps else None

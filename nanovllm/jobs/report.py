@@ -122,7 +122,7 @@ def findings(record: JobRecord, load_seconds: float) -> Iterable[str]:
     if load_seconds > max(seconds, 1.0):
         yield f"Loading the model took {short_time(load_seconds)}, and the rows {short_time(seconds)}."
     if record.num_failed:
-        yield f"{record.num_failed:,} rows failed; their messages are in the output."
+        yield f"Rows that failed: {record.num_failed:,}; their messages are in the output."
     if not intervals or not stats.max_num_seqs:
         return
     running = sum(one.mean("num_running") * one.seconds for one in intervals) / seconds
@@ -189,6 +189,8 @@ def _charts(record: JobRecord) -> Iterable[str]:
     yield line_chart("Prefix cache, % of blocks found", [Line("hit rate", hits)], unit=short_number, top=100)
     preempted = [Line("preemptions", rate("num_preemptions")), Line("blocks evicted", rate("num_evicted_blocks"))]
     yield line_chart("Preemptions and evictions a second", preempted, unit=short_number)
+    steps = [(one.end, one.milliseconds_a_step) for one in intervals]
+    yield line_chart("Milliseconds a step", [Line("mean", steps)], unit=short_number)
 
 
 def _timeline(record: JobRecord) -> dict[str, list[float]]:
@@ -197,7 +199,7 @@ def _timeline(record: JobRecord) -> dict[str, list[float]]:
     names = (
         "num_prefill_tokens", "num_cached_tokens", "num_output_tokens", "num_hit_blocks", "num_missed_blocks",
         "num_evicted_blocks", "num_preemptions", "num_running", "num_waiting", "num_used_blocks",
-        "num_cached_free_blocks",
+        "num_cached_free_blocks", "num_steps",
     )  # fmt: skip
     columns = {name: [getattr(stats, name) for _, stats in points] for name in names}
     return {"seconds": [round(seconds, 3) for seconds, _ in points], **columns}

@@ -120,7 +120,7 @@ class _Loop:
             return self.engine.step()
         except Exception as error:
             hint = "; --resume goes on with what is there" if self.results.is_resumable else ""
-            raise JobError(f"the engine failed: {type(error).__name__}: {error}{hint}") from error
+            raise JobError(f"the engine failed: {type(error).__name__}: {str(error).rstrip()}{hint}") from error
 
     def _add(self, prepared: PreparedRow) -> None:
         try:
