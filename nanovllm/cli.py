@@ -1,8 +1,10 @@
 """The command line: `nanovllm run`, `nanovllm info` and `nanovllm bench`."""
 
 import argparse
+import logging
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 
 from nanovllm.config import Config
@@ -24,15 +26,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     args = _parser().parse_args(arguments)
     args.arguments = arguments
+    if args.verbose:
+        logging.basicConfig(level=logging.INFO)
     try:
         status: int = args.command(args)
         return status
-    except JobError as error:
-        print(f"nanovllm: error: {one_line(str(error))}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("nanovllm: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if args.verbose:
+            traceback.print_exc()
+        message, hint = str(error), ""
+        if not isinstance(error, JobError):
+            message = f"{type(error).__name__}: {message.rstrip()}"
+            hint = "" if args.verbose else " (--verbose shows where)"
+        print(f"nanovllm: error: {one_line(message)}{hint}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_bench_flags(bench_parser)
     bench_parser.set_defaults(command=bench)
+    for command in commands.choices.values():
+        command.add_argument("--verbose", action="store_true", help="show tracebacks, and the engine's log")
     return parser
 
 

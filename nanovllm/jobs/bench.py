@@ -11,7 +11,8 @@ import statistics
 import time
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.llm import LLM
+from nanovllm.jobs.engine import load
+from nanovllm.jobs.errors import JobError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.demo import demo_model
 from nanovllm.utils.workloads import Request, describe_environment, mixed_requests, with_other_tokens
@@ -22,8 +23,8 @@ def bench(args: argparse.Namespace) -> int:
     lens = (min(100, args.max_len), args.max_len)
     requests = mixed_requests(args.num_seqs, lens, lens, seed=0)
     started = time.perf_counter()
-    with LLM(
-        args.model or demo_model(),
+    with load(
+        args.model or _demo_model(),
         max_model_len=4096,
         enforce_eager=args.enforce_eager,
         load_format=args.load_format,
@@ -53,6 +54,13 @@ def bench(args: argparse.Namespace) -> int:
         print(f"{key:>26}: {value}")
     print(json.dumps(result))
     return 0
+
+
+def _demo_model() -> str:
+    try:
+        return demo_model()
+    except FileNotFoundError as error:
+        raise JobError(f"{error}; or pass --model") from error
 
 
 def _run(llm: LLMEngine, requests: list[Request], temperature: float) -> float:

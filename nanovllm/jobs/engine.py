@@ -10,6 +10,7 @@ import torch
 from nanovllm.engine.inputs import InputProcessor
 from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
 from nanovllm.engine.stats import EngineStats
+from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.prepare import PreparedRow
 from nanovllm.llm import LLM
 
@@ -29,6 +30,16 @@ class EndedRow:
     error: BaseException | None = None
 
 
+def load(model: str, **config: Any) -> LLM:
+    """An `LLM`. Raises JobError if there is no such model, or it can't be loaded."""
+    try:
+        return LLM(model, **config)
+    except (OSError, TypeError, ValueError, ImportError) as error:
+        raise JobError(str(error)) from error
+    except Exception as error:  # such as too little memory, or a replica that failed
+        raise JobError(f"{model} can't be loaded: {type(error).__name__}: {error}") from error
+
+
 class JobEngine:
     """Takes prepared rows, and gives them back with their results.
 
@@ -37,8 +48,8 @@ class JobEngine:
     """
 
     def __init__(self, model: str, **config: Any) -> None:
-        """Loads a model; see `LLM`."""
-        self._llm = LLM(model, **config)
+        """Loads a model; raises like `load`."""
+        self._llm = load(model, **config)
         self._capacity = 2 * self._llm.config.max_num_seqs * self._llm.config.data_parallel_size
         self._rows: dict[int, tuple[PreparedRow, float]] = {}  # and when they were added
         self._num_samples = 0

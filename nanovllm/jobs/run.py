@@ -34,7 +34,7 @@ def run_job(job: Job) -> int:
             return 0
         started = time.monotonic()
         with (
-            _load(job) as engine,
+            JobEngine(settings.model, **settings.config) as engine,
             StopSignals() as signals,
             JobProgress(job.num_own_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
             watch.over(engine, len(done.rows), signals, time.monotonic() - started),
@@ -75,13 +75,6 @@ def check_job(job: Job) -> int:
 def locate(job: Job, row: Row, error: RowError) -> str:
     """The error with file, line and field, on one line."""
     return one_line(f"{job.input.path}:{row.line}: {error}")
-
-
-def _load(job: Job) -> JobEngine:
-    try:
-        return JobEngine(job.settings.model, **job.settings.config)
-    except (OSError, TypeError, ValueError, ImportError) as error:
-        raise JobError(str(error)) from error
 
 
 @dataclass
