@@ -1,11 +1,13 @@
 """The command line: `nanovllm run`, `nanovllm info` and `nanovllm bench`."""
 
 import argparse
+import difflib
 import logging
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from nanovllm.config import Config
 from nanovllm.jobs.bench import __doc__ as bench_description
@@ -24,7 +26,10 @@ from nanovllm.version import __version__
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, 1 after an error, or 128 and the number of a signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        args.parser.error(f"no such argument: {unknown[0]}{_nearest(unknown[0], args.parser)}")
     args.arguments = arguments
     if args.verbose:
         logging.basicConfig(level=logging.INFO)
@@ -45,8 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: with all flags above it, nobody would find it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+
+
+def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    found = difflib.get_close_matches(argument.split("=")[0].replace("_", "-"), flags, n=1)
+    return f" (did you mean {found[0]}?)" if found and argument.startswith("-") else ""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference for large language models.")
+    parser = _Parser(prog="nanovllm", description="Offline batch inference for large language models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="complete the rows of a file", description=_RUN))
@@ -60,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench_flags(bench_parser)
     bench_parser.set_defaults(command=bench)
     for command in commands.choices.values():
+        command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="show tracebacks, and the engine's log")
     return parser
 

@@ -19,7 +19,18 @@ from nanovllm.utils.workloads import Request, describe_environment, mixed_reques
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measures, prints, and returns the exit status. `args` are those of `add_bench_flags`."""
+    """Measures, prints, and returns the exit status. `args` are those of `add_bench_flags`.
+
+    Raises:
+        JobError: there is no such model, or it can't do what is asked.
+    """
+    try:
+        return _measure(args)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+
+
+def _measure(args: argparse.Namespace) -> int:
     lens = (min(100, args.max_len), args.max_len)
     requests = mixed_requests(args.num_seqs, lens, lens, seed=0)
     started = time.perf_counter()

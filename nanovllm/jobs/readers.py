@@ -73,6 +73,8 @@ class InputFile:
         self.format = _format_of_name(self.path) if format == "auto" else format
         if format == "auto" and self.format == "jsonl" and self._is_openai():
             self.format = "openai"
+        if self.path.suffix.lower() == ".json" and self.format == "jsonl":
+            self._refuse_document()
 
     def num_rows(self) -> int:
         """Counts the rows. Raises JobError if the file is damaged."""
@@ -133,6 +135,16 @@ class InputFile:
                 except RowError:
                     continue
         return False
+
+    def _refuse_document(self) -> None:
+        """Raises JobError if a `.json` file begins as one JSON document over many lines, or as a list."""
+        with self._readable():
+            first = next((line for _, line in self._lines()), b"{}")
+        try:
+            parse_json(first)
+        except RowError as error:
+            hint = "jq -c '.[]' writes a list so"
+            raise JobError(f"{self.path}:1: {error.reason}; JSON lines are an object in each line ({hint})") from error
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -201,7 +213,7 @@ class _ZstandardReader(io.RawIOBase):
         """`zstandard` is the package."""
         self._file, self._zstandard = file, zstandard
         self._frame: Any | None = None  # the decompressor of the one that has begun
-        self._compressed = self._content = b""
+        self._compressed, self._content = b"", memoryview(b"")  # what is left of each
 
     def readable(self) -> bool:
         return True
@@ -226,7 +238,7 @@ class _ZstandardReader(io.RawIOBase):
         if self._frame is None:
             self._frame = self._zstandard.ZstdDecompressor().decompressobj()
         try:
-            self._content = self._frame.decompress(self._compressed)
+            self._content = memoryview(self._frame.decompress(self._compressed))
         except self._zstandard.ZstdError as error:
             raise zlib.error(str(error)) from error
         self._compressed = b""

@@ -30,7 +30,8 @@ def run_job(job: Job) -> int:
         print(f"nanovllm: warning: {settings.output} was begun with other settings: {warning}", file=sys.stderr)
     try:
         if len(done.rows) == job.num_own_rows:
-            print(f"all {job.num_own_rows} rows are done; {settings.output}", file=sys.stderr)
+            what = f"all {job.num_own_rows} rows are done" if job.num_own_rows else f"{settings.input}: has no rows"
+            print(f"{what}; {settings.output}", file=sys.stderr)
             return 0
         started = time.monotonic()
         with (
@@ -39,6 +40,7 @@ def run_job(job: Job) -> int:
             JobProgress(job.num_own_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
             watch.over(engine, len(done.rows), signals, time.monotonic() - started),
         ):
+            job.check_params(engine.inputs)
             form = job.make_format(engine.tokenizer)
             preparer = Preparer(engine.inputs, form, job.make_params(seed))
             rows = job.input.rows(lambda index: not job.has(index) or index in done.rows)
@@ -47,7 +49,7 @@ def run_job(job: Job) -> int:
                 loop.turn()
     finally:
         results.close()
-    print(_summary(job, progress), file=sys.stderr)
+    print(_summary(job, progress, loop.first_failure), file=sys.stderr)
     if signals.received is None:
         return 0
     hint = "; --resume goes on with it" if results.is_resumable else ""
@@ -57,7 +59,9 @@ def run_job(job: Job) -> int:
 
 def check_job(job: Job) -> int:
     """Checks every row without loading weights, and prints what is wrong where; returns the exit status."""
-    preparer = Preparer(job.make_inputs(), job.make_format(None), job.make_params(seed=0))
+    inputs = job.make_inputs()
+    job.check_params(inputs)
+    preparer = Preparer(inputs, job.make_format(None), job.make_params(seed=0))
     num_rows = num_bad = num_tokens = longest = 0
     for one in check_rows(job.input.rows(lambda index: not job.has(index)), preparer):
         num_rows += 1
@@ -93,6 +97,7 @@ class _Loop:
     def __post_init__(self) -> None:
         self._ready: list[PreparedRow] = []  # the next one last
         self._is_read = False
+        self.first_failure = ""  # of this run
 
     @property
     def has_work(self) -> bool:
@@ -154,11 +159,14 @@ class _Loop:
         message = locate(self.job, row, error)
         if self.job.settings.fail_fast:
             raise JobError(message)
+        self.first_failure = self.first_failure or message
         return self.form.failed(row, error, message)
 
 
-def _summary(job: Job, progress: JobProgress) -> str:
+def _summary(job: Job, progress: JobProgress, first_failure: str) -> str:
     failed = f", {progress.num_failed} rows failed" if progress.num_failed else ""
+    if first_failure:
+        failed += f" (one of them: {first_failure})"
     return (
         f"{progress.num_completed} rows in {progress.seconds:.1f} s: {progress.num_output_tokens} output tokens, "
         f"{progress.tokens_per_second:,.0f} tok/s{failed}; {job.settings.output}"
