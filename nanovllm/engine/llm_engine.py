@@ -262,31 +262,23 @@ class LLMEngine:
         return len(outputs) - num_before
 
     def _step(self) -> StepOutput:
-        started = time.perf_counter()
-        try:
-            with self._nothing_half_done():
-                return self._launch()
-        finally:
-            self._step_seconds += time.perf_counter() - started
-
-    def _launch(self) -> StepOutput:
-        """Launches a step, if there is anything to compute, and reads the one before."""
-        if self.entrance.num_held:
-            self._retire(self.entrance.open())
-        batch = self.scheduler.schedule()
-        packed = pack(batch, self.block_manager.block_size) if batch.sequences else None
-        previous = self._in_flight
-        if previous is not None and previous.handle is None:
-            previous.handle = self.runner.sample(previous.take_masks())
-        launched = None
-        if packed is not None:
-            launched = LaunchedStep(batch, constrained_sequences(batch, packed), self.runner.run(packed))
-        self._in_flight = launched
-        if launched is None and previous is None and self._unfinished:
-            if self.entrance.num_held < len(self._unfinished):
-                raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
-            self.entrance.wait()
-        return self._read(previous, batch)
+        with self._timed(), self._nothing_half_done():
+            if self.entrance.num_held:
+                self._retire(self.entrance.open())
+            batch = self.scheduler.schedule()
+            packed = pack(batch, self.block_manager.block_size) if batch.sequences else None
+            previous = self._in_flight
+            if previous is not None and previous.handle is None:
+                previous.handle = self.runner.sample(previous.take_masks())
+            launched = None
+            if packed is not None:
+                launched = LaunchedStep(batch, constrained_sequences(batch, packed), self.runner.run(packed))
+            self._in_flight = launched
+            if launched is None and previous is None and self._unfinished:
+                if self.entrance.num_held < len(self._unfinished):
+                    raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+                self.entrance.wait()
+            return self._read(previous, batch)
 
     def _read(self, previous: LaunchedStep | None, batch: ScheduledBatch) -> StepOutput:
         """Takes over the tokens of the previous step, and reports them with the counts of the launched one."""
@@ -344,6 +336,14 @@ class LLMEngine:
                     self._count_end(seq)
                 self._ended.pop(seq.seq_id, None)
             self._drop_idle_step()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._step_seconds += time.perf_counter() - started
 
     @contextmanager
     def _nothing_half_done(self) -> Iterator[None]:

@@ -6,8 +6,11 @@ from pathlib import Path
 from nanovllm.jobs.errors import JobError
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Replaces the file, or makes it: whoever reads it sees the old text or the new one.
+
+    Args:
+        is_durable: it survives a power failure; what is soon replaced again need not.
 
     Raises:
         JobError: it can't be written; the old one stays.
@@ -17,7 +20,8 @@ def write_whole(path: Path, text: str) -> None:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -125,7 +125,7 @@ class JobWatch:
 
     def _write(self, path: Path, text: str) -> None:
         try:
-            write_whole(path, text)
+            write_whole(path, text, is_durable=False)
         except JobError as error:
             print(f"nanovllm: warning: {error}", file=sys.stderr)
 

@@ -303,7 +303,7 @@ def test_report_that_cannot_be_written_any_more(
     args = ("--max-tokens", 3, "--report", report)
     seen: list[str] = []
 
-    def write(path: Path, text: str) -> None:
+    def write(path: Path, text: str, *, is_durable: bool) -> None:
         seen.append(text)
         if len(seen) == 2:
             raise watch_module.JobError(f"{path}: can't write it: No space left on device")
