@@ -146,7 +146,7 @@ def _settings(job: Job) -> dict[str, str]:
         "model": settings.model,
         "input": f"{settings.input} ({job.input.format})",
         "output": settings.output,
-        "shard": "{} of {}".format(*settings.shard),
+        "shard": "{}/{}".format(*settings.shard),
         **{name: str(value) for name, value in given.items()},
         "versions": f"nanovllm {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "machine": f"{platform.node()}: {platform.machine()}, {os.cpu_count()} cores",

@@ -199,6 +199,36 @@ def test_two_replicas(byte_llama: Path, tmp_path: Path) -> None:
     assert dict(page.tables["settings"])["engines"] == "2, of 1 ranks each"
 
 
+def _children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_replica_that_dies_twice(byte_llama: Path, tmp_path: Path) -> None:
+    """Killed once, it is restarted; killed again, the job ends with one line, and a report about every row once."""
+    source, output, report = write_rows(tmp_path / "in.jsonl", _rows(400)), tmp_path / "o.jsonl", tmp_path / "r.html"
+    args = ("--data-parallel-size", 2, "--max-num-seqs", 2, "--max-tokens", 300, "--ignore-eos", "--report", report)
+    process = subprocess.Popen(
+        command(*run_args(byte_llama, source, output, *args)), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not (output.exists() and output.read_bytes().count(b"\n") > 50):
+        time.sleep(0.01)  # the bad rows of the first chunk are there at once
+    first, second = sorted(_children(process.pid))
+    os.kill(second, signal.SIGKILL)
+    while process.poll() is None and not (restarted := _children(process.pid) - {first, second}):
+        time.sleep(0.01)
+    os.kill(*restarted, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith(
+        "nanovllm: error: the engine failed: WorkerError: data parallelism: replica 1"
+    )
+    assert "Traceback" not in errors
+    page = Page(report)
+    totals = _check(page, read_rows(output))
+    assert page.status.startswith("failed: the engine failed") and totals["rows left"] > 0
+    assert totals["output tokens sampled"] >= totals["output tokens of completed rows"]
+
+
 def test_stopped_and_resumed(byte_llama: Path, tmp_path: Path) -> None:
     """Each run's report covers its own rows, and says how many were done before; with none to do, there is none."""
     source, output, report = write_rows(tmp_path / "in.jsonl", _rows(40)), tmp_path / "o.jsonl", tmp_path / "r.html"
