@@ -17,6 +17,7 @@ from typing import Any
 
 from nanovllm.engine.inputs import Prompt
 from nanovllm.engine.outputs import OutputDelta, RequestOutput, ResultError
+from nanovllm.engine.stats import EngineStats
 from nanovllm.engine.streaming import RequestStream
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -82,6 +83,11 @@ class AsyncLLM:
         finally:
             self._driver.cancel(request)
 
+    def stats(self) -> EngineStats:
+        """The engine's counters and gauges (see `LLM.stats`), from any thread, without waiting: a step may be running,
+        and have changed some of the numbers already and others not yet."""
+        return self._driver.stats()
+
     def close(self) -> None:
         """Ends the thread after its current step, and closes the engine. Tasks that wait get a RuntimeError, as do
         later calls. Closing again does nothing."""
@@ -138,7 +144,7 @@ class _Command:
 
 
 class _Driver:
-    """Owns the engine. `submit`, `cancel` and `stop` may be called in any thread, all else runs in its own."""
+    """Owns the engine. `submit`, `cancel`, `stats` and `stop` may be called in any thread, all else runs in its own."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -169,6 +175,9 @@ class _Driver:
     def cancel(self, request: _Request) -> None:
         """Aborts the request, if it is unfinished. The garbage collector may call this."""
         self._commands.put(_Command("cancel", request))
+
+    def stats(self) -> EngineStats:
+        return self._llm.stats()
 
     def stop(self) -> None:
         """Ends the thread and waits for that."""

@@ -1,8 +1,13 @@
 """The command line: `nanovllm run`, `nanovllm info` and `nanovllm bench`."""
 
 import argparse
+import difflib
+import logging
+import shlex
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from nanovllm.config import Config
 from nanovllm.jobs.bench import __doc__ as bench_description
@@ -20,20 +25,46 @@ from nanovllm.version import __version__
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, 1 after an error, or 128 and the number of a signal."""
-    args = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        args.parser.error(f"no such argument: {unknown[0]}{_nearest(unknown[0], args.parser)}")
+    args.arguments = arguments
+    if args.verbose:
+        logging.basicConfig(level=logging.INFO)
     try:
         status: int = args.command(args)
         return status
-    except JobError as error:
-        print(f"nanovllm: error: {one_line(str(error))}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("nanovllm: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if args.verbose:
+            traceback.print_exc()
+        message, hint = str(error), ""
+        if not isinstance(error, JobError):
+            message = f"{type(error).__name__}: {message.rstrip()}"
+            hint = "" if args.verbose else " (--verbose shows where)"
+        print(f"nanovllm: error: {one_line(message)}{hint}", file=sys.stderr)
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: with all flags above it, nobody would find it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+
+
+def _nearest(argument: str, parser: argparse.ArgumentParser) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    found = difflib.get_close_matches(argument.split("=")[0].replace("_", "-"), flags, n=1)
+    return f" (did you mean {found[0]}?)" if found and argument.startswith("-") else ""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nanovllm", description="Offline batch inference for large language models.")
+    parser = _Parser(prog="nanovllm", description="Offline batch inference for large language models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="complete the rows of a file", description=_RUN))
@@ -46,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_bench_flags(bench_parser)
     bench_parser.set_defaults(command=bench)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
+        command.add_argument("--verbose", action="store_true", help="show tracebacks, and the engine's log")
     return parser
 
 
@@ -68,6 +102,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the output file, if it is there")
     parser.add_argument("--fail-fast", action="store_true", help="end with the first row that can't be completed")
     parser.add_argument("--dry-run", action="store_true", help="only check every row, without loading weights")
+    parser.add_argument("--report", metavar="FILE", help="write an HTML page about this run: rates, cache, slow rows")
+    parser.add_argument("--metrics", metavar="FILE", help="write counters as Prometheus text, every 5 seconds")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--seed", type=int, help="makes the job repeatable; each row's seed follows from it")
     add_flags(parser, SamplingParams, "sampling, for rows that don't say otherwise", skip=("seed", *NOT_IN_FILES))
@@ -87,6 +123,8 @@ def _run(args: argparse.Namespace) -> int:
         raise JobError("-o is missing: the file for the results, or - for standard output")
     if args.seed is not None and not 0 <= args.seed < 1 << 64:
         raise JobError(f"--seed must be in [0, 2**64), got {args.seed}")
+    if args.dry_run and (args.report or args.metrics):
+        raise JobError(f"{'--report' if args.report else '--metrics'} is about a run, and --dry-run is none")
     settings = JobSettings(
         input=args.input,
         output=args.output or "-",
@@ -103,6 +141,9 @@ def _run(args: argparse.Namespace) -> int:
         resume=args.resume,
         fail_fast=args.fail_fast,
         show_progress=not args.quiet,
+        report=args.report,
+        metrics=args.metrics,
+        command=shlex.join(["nanovllm", *args.arguments]),
     )
     job = Job(settings)
     return check_job(job) if args.dry_run else run_job(job)

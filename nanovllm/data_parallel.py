@@ -20,6 +20,7 @@ from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.replica import Request, pack_params
 from nanovllm.engine.replicas import Replicas, Task
 from nanovllm.engine.scoring import ScoredIds
+from nanovllm.engine.stats import EngineStats
 from nanovllm.layers.parallel import Parallel
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -107,6 +108,11 @@ class DataParallelLLM(LLM):
     def is_finished(self) -> bool:
         return not (self._replicas.num_unfinished or self._replicas.finished)
 
+    def stats(self) -> EngineStats:
+        """The sum over the replicas, as they have last reported: at most about a quarter of a second ago, or a step if
+        that takes longer. Requests are counted here. What one computes that dies counts up to its last report."""
+        return self._replicas.stats()
+
     def abort(self, seq_id: int) -> bool:
         """Drops a submitted request; `collect` won't report it. False if it is not known or has finished."""
         self.check_open()
@@ -119,6 +125,7 @@ class DataParallelLLM(LLM):
             self._is_closed = True
             self.inputs.close()
             self._replicas.close()
+            self._replicas.counts.finish("abort", self._replicas.num_unfinished)
 
     exit = close
 
@@ -133,6 +140,8 @@ class DataParallelLLM(LLM):
         num_prompt_tokens = len(prompt.token_ids) if isinstance(prompt, ScoredIds) else len(prompt)
         num_tokens = params.n * self.inputs.max_total_tokens(num_prompt_tokens, params.max_tokens)
         request = Request(self._next_id, prompt, packed, self.requests.seed_of(params))
+        # Of a scored pair, the last token is not part of the prompt.
+        self._replicas.counts.receive(num_prompt_tokens - isinstance(prompt, ScoredIds))
         self._next_id += params.n  # sample i of a request is id + i
         self._replicas.add(Task(request, num_tokens, params.n))
         return request.request_id

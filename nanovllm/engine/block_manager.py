@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import CacheCounts
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.counts = CacheCounts()  # outlives `reset`
         self.reset()
 
     def reset(self) -> None:
@@ -48,6 +50,7 @@ class BlockManager:
         # The first goes first.
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
+        self.num_cached_free_blocks = 0  # free, and published
         self._next_content_id = 1
 
     @property
@@ -100,7 +103,9 @@ class BlockManager:
             block = self.blocks[block_id]
             if block.ref_count == 0:
                 del self.free_block_ids[block_id]
+                self.num_cached_free_blocks -= 1
             block.ref_count += 1
+        self._count_lookup(seq, len(cached_block_ids))
         seq.block_table = array("i", cached_block_ids)
         seq.num_published_blocks = len(cached_block_ids)
         if cached_block_ids:
@@ -108,6 +113,12 @@ class BlockManager:
         seq.num_computed_tokens = len(cached_block_ids) * self.block_size
         for _ in range(self.num_blocks_for(seq.num_tokens) - len(cached_block_ids)):
             seq.block_table.append(self._take_free_block())
+
+    def _count_lookup(self, seq: Sequence, num_found: int) -> None:
+        """Counts what a prompt found. A preempted sequence that comes back mostly finds what it has computed itself."""
+        if self.enable_prefix_caching and seq.num_cached_tokens is None:
+            self.counts.num_hit_blocks += num_found
+            self.counts.num_missed_blocks += seq.num_reusable_tokens // self.block_size - num_found
 
     def num_shared_blocks(self, seq: Sequence) -> int:
         """Leading blocks of a sequence's table that others hold too: freeing it would not free them.
@@ -149,7 +160,9 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_block_ids[block_id] = None
-                if not block.content_id:
+                if block.content_id:
+                    self.num_cached_free_blocks += 1
+                else:
                     self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table = array("i")
         seq.num_computed_tokens = 0
@@ -176,6 +189,9 @@ class BlockManager:
                     raise RuntimeError(f"{block}: sequence {seq.seq_id} has other tokens at block {index}")
         if len(self.hash_to_block_id) != sum(block.content_id != 0 for block in self.blocks):
             raise RuntimeError("the hash map holds blocks that are not published")
+        num_cached_free = sum(block.content_id != 0 and block.ref_count == 0 for block in self.blocks)
+        if num_cached_free != self.num_cached_free_blocks:
+            raise RuntimeError(f"{num_cached_free} free blocks are published, counted as {self.num_cached_free_blocks}")
 
     def _find(self, block_hash: int, parent_content_id: int, token_bytes: bytes) -> Block | None:
         block_id = self.hash_to_block_id.get(block_hash)
@@ -190,6 +206,8 @@ class BlockManager:
         block = self.blocks[block_id]
         if block.content_id:
             self._clear_content(block)
+            self.num_cached_free_blocks -= 1
+            self.counts.num_evicted_blocks += 1
         block.ref_count = 1
         return block_id
 
@@ -207,6 +225,7 @@ class BlockManager:
         block.hash = block.content_id = block.parent_content_id = 0
         block.token_bytes = b""
         if block.block_id in self.free_block_ids:
+            self.num_cached_free_blocks -= 1
             self.free_block_ids.move_to_end(block.block_id, last=False)
 
     def _block_bytes(self, seq: Sequence, index: int) -> bytes:

@@ -21,6 +21,7 @@ from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import EngineStats, RequestCounts
 from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.models import resolve_architecture
 from nanovllm.models.decoder import DecoderSpec
@@ -72,6 +73,9 @@ class LLMEngine:
         # Every request is in one of these, as its first sample, from its arrival until it is reported.
         self._unfinished: dict[int, Sequence] = {}
         self._ended: dict[int, Sequence] = {}
+        self._counts = RequestCounts()
+        self._step_seconds = 0.0
+        self._num_failures = 0
         self._is_closed = False
 
     def _open_model(self) -> tuple[Checkpoint, DecoderSpec]:
@@ -157,6 +161,25 @@ class LLMEngine:
                 raise ResultError(seq_id) from error
         self._ended.clear()
         return output
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine started, and gauges of this moment. It may be closed."""
+        # Numbers and lengths only: an `AsyncLLM` is asked in other threads than the engine's.
+        manager = self.block_manager
+        return EngineStats(
+            **vars(self._counts),
+            **vars(self.scheduler.counts),
+            **vars(manager.counts),
+            step_seconds=self._step_seconds,
+            num_failures=self._num_failures,
+            num_running=len(self.scheduler.running),
+            num_waiting=self.entrance.num_queued,
+            max_num_seqs=self.scheduler.max_num_seqs,
+            num_blocks=manager.num_blocks,
+            num_used_blocks=manager.num_used_blocks,
+            num_cached_free_blocks=manager.num_cached_free_blocks,
+            num_engines=1,
+        )
 
     def generate(
         self,
@@ -249,7 +272,7 @@ class LLMEngine:
         return len(outputs) - num_before
 
     def _step(self) -> StepOutput:
-        with self._nothing_half_done():
+        with self._timed(), self._nothing_half_done():
             if self.entrance.num_held:
                 self._retire(self.entrance.open())
             batch = self.scheduler.schedule()
@@ -288,6 +311,7 @@ class LLMEngine:
     def _enqueue(self, seq: Sequence) -> None:
         with self._nothing_half_done():
             self._unfinished[seq.seq_id] = seq
+            self._counts.receive(seq.num_prompt_tokens)
             self.entrance.add(seq)
             if seq.is_finished:
                 self._retire([seq])
@@ -301,7 +325,12 @@ class LLMEngine:
                 if not request.is_streamed:
                     self._ended[request.seq_id] = request
                 del self._unfinished[request.seq_id]
+                self._count_end(request)
         self._drop_idle_step()
+
+    def _count_end(self, request: Sequence) -> None:
+        reason = request.finish_reason or "abort"
+        self._counts.finish("scored" if request.is_only_scored and reason == "length" else reason)
 
     def _drop_idle_step(self) -> None:
         """Forgets the step in flight if its tokens concern nobody any more."""
@@ -313,9 +342,18 @@ class LLMEngine:
         with self._nothing_half_done():
             for seq in sequences:
                 self.entrance.abort(seq)
-                self._unfinished.pop(seq.seq_id, None)
+                if self._unfinished.pop(seq.seq_id, None) is not None:
+                    self._count_end(seq)
                 self._ended.pop(seq.seq_id, None)
             self._drop_idle_step()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._step_seconds += time.perf_counter() - started
 
     @contextmanager
     def _nothing_half_done(self) -> Iterator[None]:
@@ -324,6 +362,7 @@ class LLMEngine:
         try:
             yield
         except BaseException:
+            self._num_failures += 1
             self._abort_all()
             if not self._is_closed and self.runner.is_lost:
                 self.close()

@@ -25,8 +25,9 @@ from nanovllm.engine.inputs import RequestParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scoring import ScoredIds, score_of
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.stats import EngineStats
 
-_SECONDS_BETWEEN_REPORTS = 0.25  # of tokens computed; what has begun or finished is reported at once
+_SECONDS_BETWEEN_REPORTS = 0.25  # of stats alone; what has begun or finished is reported at once
 _MAX_KNOWN_PARAMS = 1024
 
 
@@ -35,6 +36,7 @@ class Ready:
     """What a replica says when its model is loaded."""
 
     num_kv_tokens: int
+    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,12 @@ class Report:
     Attributes:
         begun: requests that left the waiting queue.
         finished: request_id -> result, a `Failure` if its text can't be decoded.
-        num_prefill_tokens, num_decode_tokens: tokens computed.
+        stats: the engine's, at this moment.
     """
 
     begun: list[int] = field(default_factory=list)
     finished: dict[int, Any] = field(default_factory=dict)
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
 
 
 class Replica(LLMEngine):
@@ -85,16 +86,15 @@ class Replica(LLMEngine):
 
     def serve(self) -> None:
         """Computes until the parent wants no more."""
-        self._connection.send(Ready(self.inputs.num_kv_tokens))
+        self._connection.send(Ready(self.inputs.num_kv_tokens, self.stats()))
         report, last_sent = Report(), time.monotonic()
         while self._take_messages():
-            step = self._step()
-            report.num_prefill_tokens += step.num_prefill_tokens
-            report.num_decode_tokens += len(step.new_token_ids)
+            self._step()
             self._note_begun(report)
             self._note_finished(report)
             is_due = time.monotonic() - last_sent > _SECONDS_BETWEEN_REPORTS
             if report.begun or report.finished or is_due:
+                report.stats = self.stats()
                 self._connection.send(report)
                 report, last_sent = Report(), time.monotonic()
 
@@ -106,6 +106,8 @@ class Replica(LLMEngine):
                 return False
             if isinstance(message, Abort):
                 self._abandon(set(message.request_ids))
+                if self.is_finished():  # no step will report that nothing is left
+                    self._connection.send(Report(stats=self.stats()))
             else:
                 for request in message:
                     self._begin(request)

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanovllm.config import Config
@@ -26,6 +26,7 @@ from nanovllm.engine.child_process import (
     wait_for,
 )
 from nanovllm.engine.replica import Abort, Ready, Report, Request
+from nanovllm.engine.stats import EngineStats, RequestCounts
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class _Replica:
     waiting: dict[int, int] = field(default_factory=dict)  # request_id -> tokens of those that have not begun
     num_tokens: int = 0  # of all tasks
     num_seqs: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)  # as last reported
     first_death: str | None = None
 
     @classmethod
@@ -94,6 +96,7 @@ class Replicas:
     Attributes:
         finished: request_id -> result, as in `Report`, of what nobody has taken from here yet.
         num_prefill_tokens, num_decode_tokens: computed by all replicas so far.
+        counts: of requests. Replicas don't know those that are queued, and may get one that another has lost.
     """
 
     def __init__(self, configs: list[Config]) -> None:
@@ -104,6 +107,8 @@ class Replicas:
         """
         self.finished: dict[int, Any] = {}
         self.num_prefill_tokens = self.num_decode_tokens = 0
+        self.counts = RequestCounts()
+        self._lost_stats = EngineStats()  # of replicas that have died
         self._queue: deque[Task] = deque()
         self._replicas: list[_Replica] = []
         self._children: list[ChildProcess] = []
@@ -132,6 +137,11 @@ class Replicas:
     @property
     def num_unfinished(self) -> int:
         return len(self._queue) + sum(len(replica.tasks) for replica in self._replicas)
+
+    def stats(self) -> EngineStats:
+        """Of all replicas, as they have last reported; requests as this process knows them."""
+        total = sum((replica.stats for replica in self._replicas), self._lost_stats)
+        return replace(total, **vars(self.counts), num_waiting=total.num_waiting + len(self._queue))
 
     @property
     def wants_more(self) -> bool:
@@ -171,7 +181,7 @@ class Replicas:
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drops requests, finished or not."""
         with interrupts_put_off():
-            forgotten = set(request_ids)
+            forgotten, num_before = set(request_ids), self.num_unfinished
             self._queue = deque(task for task in self._queue if task.request.request_id not in forgotten)
             self.finished = {key: output for key, output in self.finished.items() if key not in forgotten}
             for replica in self._replicas:
@@ -179,6 +189,7 @@ class Replicas:
                     for request_id in mine:
                         replica.drop(request_id)
                     replica.send(Abort(list(mine)))
+            self.counts.finish("abort", num_before - self.num_unfinished)
 
     def kill(self) -> None:
         """Ends the processes, whatever they are at."""
@@ -197,20 +208,22 @@ class Replicas:
     def _hear(self, replica: _Replica) -> None:
         message = replica.child.receive()
         if isinstance(message, Ready):
-            replica.num_kv_tokens = message.num_kv_tokens
+            replica.num_kv_tokens, replica.stats = message.num_kv_tokens, message.stats
         elif isinstance(message, Report):
             self._record(replica, message)
         else:
             self._lose(replica, message)
 
     def _record(self, replica: _Replica, report: Report) -> None:
-        self.num_prefill_tokens += report.num_prefill_tokens
-        self.num_decode_tokens += report.num_decode_tokens
+        self.num_prefill_tokens += report.stats.num_prefill_tokens - replica.stats.num_prefill_tokens
+        self.num_decode_tokens += report.stats.num_output_tokens - replica.stats.num_output_tokens
+        replica.stats = report.stats
         for request_id in report.begun:
             replica.waiting.pop(request_id, None)
         for request_id, output in report.finished.items():
             if request_id in replica.tasks:  # else it was forgotten
                 replica.drop(request_id)
+                self.counts.finish(_finish_reason(output))
                 self.finished[request_id] = output
 
     def _lose(self, replica: _Replica, failure: Failure | None) -> None:
@@ -222,6 +235,7 @@ class Replicas:
             before = f"\nIt had been restarted, since it {replica.first_death}" if replica.first_death else ""
             raise WorkerError(f"data parallelism: {name} {cause}{before}")
         logger.warning("%s is restarted, and does %d requests again: it %s", name, len(replica.tasks), cause)
+        self._lost_stats += replica.stats.counters()
         replica.child.process.kill()
         replica.child.end(0.0)
         self._queue.extendleft(task for _, task in sorted(replica.tasks.items(), reverse=True))
@@ -229,3 +243,8 @@ class Replicas:
         restarted.first_death = cause
         self._replicas[replica.number] = restarted
         self._children[replica.number] = restarted.child
+
+
+def _finish_reason(output: Any) -> str:
+    """Of a `RequestOutput`, a `ScoreOutput`, or a `Failure` to make one."""
+    return "abort" if isinstance(output, Failure) else output.get("finish_reason", "scored")

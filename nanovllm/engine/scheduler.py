@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from nanovllm.engine.admission import BlockForecast, LengthEstimator
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.stats import StepCounts
 from nanovllm.engine.waiting_queue import WaitingQueue
 
 # A full engine admits its next prompts when this share of its sequences, at least one, has ended.
@@ -33,6 +34,7 @@ class ScheduledBatch:
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_preemptions: int = 0
 
     @property
@@ -49,6 +51,8 @@ class ScheduledBatch:
             self.num_decode_tokens += 1
         else:
             self.num_prefill_tokens += num_tokens
+            num_lost = min(seq.num_computed_tokens + num_tokens, seq.num_lost_tokens) - seq.num_computed_tokens
+            self.num_recomputed_tokens += max(num_lost, 0)
             if seq.wants_prompt_scores:
                 self._score(seq, num_tokens)
         seq.num_computed_tokens += num_tokens
@@ -118,6 +122,7 @@ class Scheduler:
         self.waiting = WaitingQueue(block_manager, schedule_policy)
         self.running: dict[int, Sequence] = {}
         self.estimator = LengthEstimator()
+        self.counts = StepCounts()  # outlives `reset`
         self._free_slots = list(reversed(range(self.max_num_seqs)))
         self._num_awaited = 0  # sequences that have to make room before the next admission
 
@@ -145,6 +150,7 @@ class Scheduler:
         if not batch.num_preemptions:
             self._admit(batch, budget)
         batch.move_single_tokens_first()
+        self._count(batch)
         return batch
 
     def postprocess(
@@ -163,7 +169,7 @@ class Scheduler:
             ended: seq_id -> finish reason of sequences that turn out to have ended before their token.
         """
         stop_strings, ended = stop_strings or {}, ended or {}
-        finished = []
+        finished, num_appended = [], 0
         for seq, token_id in zip(batch.sampled_sequences, token_ids, strict=True):
             if seq.is_finished:
                 continue
@@ -173,6 +179,7 @@ class Scheduler:
                 continue
             seq.num_in_flight -= 1
             seq.token_ids.append(token_id)
+            num_appended += 1
             if seq.seq_id in stop_strings or token_id in seq.stop_ids:
                 # Of a stop token that completes a stop string, the string counts: its text is to be cut.
                 seq.stop_reason = stop_strings.get(seq.seq_id, token_id)
@@ -187,6 +194,7 @@ class Scheduler:
                 continue
             self.estimator.observe(seq)
             finished.append(seq)
+        self.counts.num_output_tokens += num_appended
         for seq in batch.fully_scored:
             if not seq.is_finished:
                 self.finish(seq, "length")
@@ -308,9 +316,18 @@ class Scheduler:
         return num_tokens
 
     def _preempt(self, seq: Sequence) -> None:
+        seq.num_lost_tokens = max(seq.num_lost_tokens, seq.num_computed_tokens)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.put_back(seq)
+
+    def _count(self, batch: ScheduledBatch) -> None:
+        counts = self.counts
+        counts.num_steps += bool(batch.sequences)
+        counts.num_prefill_tokens += batch.num_prefill_tokens
+        counts.num_cached_tokens += batch.num_cached_tokens
+        counts.num_recomputed_tokens += batch.num_recomputed_tokens
+        counts.num_preemptions += batch.num_preemptions
 
     def _release(self, seq: Sequence) -> None:
         del self.running[seq.seq_id]

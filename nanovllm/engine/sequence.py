@@ -51,6 +51,7 @@ class Sequence:
         "num_computed_tokens",
         "num_ended_samples",
         "num_in_flight",
+        "num_lost_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_scored_tokens",
@@ -126,6 +127,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_computed_tokens = 0
         self.num_in_flight = 0
+        self.num_lost_tokens = 0  # had been computed when it was preempted
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -11,19 +11,31 @@ import statistics
 import time
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.llm import LLM
+from nanovllm.jobs.engine import load
+from nanovllm.jobs.errors import JobError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.demo import demo_model
 from nanovllm.utils.workloads import Request, describe_environment, mixed_requests, with_other_tokens
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measures, prints, and returns the exit status. `args` are those of `add_bench_flags`."""
+    """Measures, prints, and returns the exit status. `args` are those of `add_bench_flags`.
+
+    Raises:
+        JobError: there is no such model, or it can't do what is asked.
+    """
+    try:
+        return _measure(args)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+
+
+def _measure(args: argparse.Namespace) -> int:
     lens = (min(100, args.max_len), args.max_len)
     requests = mixed_requests(args.num_seqs, lens, lens, seed=0)
     started = time.perf_counter()
-    with LLM(
-        args.model or demo_model(),
+    with load(
+        args.model or _demo_model(),
         max_model_len=4096,
         enforce_eager=args.enforce_eager,
         load_format=args.load_format,
@@ -53,6 +65,13 @@ def bench(args: argparse.Namespace) -> int:
         print(f"{key:>26}: {value}")
     print(json.dumps(result))
     return 0
+
+
+def _demo_model() -> str:
+    try:
+        return demo_model()
+    except FileNotFoundError as error:
+        raise JobError(f"{error}; or pass --model") from error
 
 
 def _run(llm: LLMEngine, requests: list[Request], temperature: float) -> float:

@@ -1,13 +1,43 @@
 """The place where a job talks to the engine."""
 
-from collections.abc import Iterable
+import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from nanovllm.engine.inputs import InputProcessor
-from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
+from nanovllm.engine.stats import EngineStats
+from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.prepare import PreparedRow
 from nanovllm.llm import LLM
+
+
+@dataclass(frozen=True)
+class EndedRow:
+    """A row that has left the engine, so many seconds after it was added.
+
+    Attributes:
+        output: its result, None if that can't be made.
+        error: why it can't.
+    """
+
+    prepared: PreparedRow
+    seconds: float
+    output: RequestOutput | None
+    error: BaseException | None = None
+
+
+def load(model: str, **config: Any) -> LLM:
+    """An `LLM`. Raises JobError if there is no such model, or it can't be loaded."""
+    try:
+        return LLM(model, **config)
+    except (OSError, TypeError, ValueError, ImportError) as error:
+        raise JobError(str(error)) from error
+    except Exception as error:  # such as too little memory, or a replica that failed
+        raise JobError(f"{model} can't be loaded: {type(error).__name__}: {error}") from error
 
 
 class JobEngine:
@@ -19,10 +49,10 @@ class JobEngine:
     """
 
     def __init__(self, model: str, **config: Any) -> None:
-        """Loads a model; see `LLM`."""
-        self._llm = LLM(model, **config)
+        """Loads a model; raises like `load`."""
+        self._llm = load(model, **config)
         self._max_running = self._llm.config.max_num_seqs * self._llm.config.data_parallel_size
-        self._rows: dict[int, PreparedRow] = {}
+        self._rows: dict[int, tuple[PreparedRow, float]] = {}  # and when they were added
         self._num_samples = 0
 
     @property
@@ -49,13 +79,31 @@ class JobEngine:
 
     def add(self, row: PreparedRow) -> None:
         """Queues a row. The caller has asked `is_full`."""
-        self._rows[self._llm.add_request(row.token_ids, row.params)] = row
+        self._rows[self._llm.add_request(row.token_ids, row.params)] = row, time.monotonic()
         self._num_samples += row.params.n
 
-    def step(self) -> tuple[StepOutput, list[tuple[PreparedRow, RequestOutput]]]:
+    def step(self) -> tuple[StepOutput, list[EndedRow]]:
         """Computes a step; returns what it did, and the rows that ended."""
-        output = self._llm.step()
-        return output, list(self._take(output.finished.items()))
+        try:
+            step = self._llm.step()
+        except ResultError as error:
+            return StepOutput(), [self._take(error.seq_id, None, error.__cause__ or error)]
+        return step, [self._take(seq_id, output) for seq_id, output in step.finished.items()]
+
+    def stats(self) -> EngineStats:
+        return self._llm.stats()
+
+    def describe(self) -> dict[str, str]:
+        """What a reader of the job's report may want to know of it."""
+        config, runner = self._llm.config, getattr(self._llm, "runner", None)
+        facts = {"engines": f"{config.data_parallel_size}, of {config.tensor_parallel_size} ranks each"}
+        if runner is None:  # replicas know theirs, or the engine is lost
+            return facts
+        device = runner.device
+        name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+        facts["device"] = f"{device}{name}, {str(runner.dtype).removeprefix('torch.')}"
+        facts["attention"] = f"{runner.attention_name}, in blocks of {runner.block_size} tokens"
+        return facts
 
     def close(self) -> None:
         self._llm.close()
@@ -68,8 +116,7 @@ class JobEngine:
     ) -> None:
         self.close()
 
-    def _take(self, finished: Iterable[tuple[int, RequestOutput]]) -> Iterable[tuple[PreparedRow, RequestOutput]]:
-        for seq_id, output in finished:
-            row = self._rows.pop(seq_id)
-            self._num_samples -= row.params.n
-            yield row, output
+    def _take(self, seq_id: int, output: RequestOutput | None, error: BaseException | None = None) -> EndedRow:
+        row, added = self._rows.pop(seq_id)
+        self._num_samples -= row.params.n
+        return EndedRow(row, time.monotonic() - added, output, error)

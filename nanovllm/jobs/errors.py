@@ -1,5 +1,7 @@
 """What can go wrong with a job, and with a row of it."""
 
+import re
+
 
 class JobError(Exception):
     """Ends the job. The message is one line, for the user."""
@@ -19,5 +21,7 @@ class RowError(Exception):
 
 
 def one_line(message: str) -> str:
-    """The message without line breaks, which those of other libraries may have."""
-    return " ".join(line.strip() for line in message.splitlines())
+    """The message without line breaks, which those of other libraries may have, and without the stack of a traceback,
+    which those of other processes have."""
+    message = re.sub(r"Traceback \(most recent call last\):\n(?: .*\n)*", "", message)
+    return " ".join(line.strip() for line in message.splitlines() if line.strip())

@@ -1,5 +1,6 @@
 """A job: what it is, its checks without weights, and the beginning or the continuation of its output file."""
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from nanovllm.jobs.params import RowParams, check_flags
 from nanovllm.jobs.readers import InputFile
 from nanovllm.jobs.results import Done, ResultFile, RowSet, is_stream
 from nanovllm.models import resolve_architecture
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.version import __version__
 
@@ -38,6 +40,8 @@ class JobSettings:
         resume: go on with an output file.
         fail_fast: end with the first row that can't be completed.
         show_progress: on standard error.
+        report, metrics: files to write about the run.
+        command: as it was given, for the report.
     """
 
     input: str
@@ -55,6 +59,9 @@ class JobSettings:
     resume: bool = False
     fail_fast: bool = False
     show_progress: bool = True
+    report: str | None = None
+    metrics: str | None = None
+    command: str = ""
 
 
 class Job:
@@ -106,6 +113,15 @@ class Job:
     def make_params(self, seed: int) -> RowParams:
         return RowParams(self._flags, seed)
 
+    def check_params(self, inputs: InputProcessor) -> None:
+        """Raises JobError: what the flags say, and so what rows ask for that say nothing else, is impossible."""
+        try:
+            (prepared,) = inputs.process_params(SamplingParams(**self._flags), 1)
+            if prepared.grammar is not None:
+                prepared.grammar.result()
+        except (ImportError, ValueError) as error:
+            raise JobError(str(error).removeprefix("sampling params 0: ")) from error
+
     def make_inputs(self) -> InputProcessor:
         """The checks that an engine would do, under limits that are known without one."""
         try:
@@ -134,7 +150,8 @@ class Job:
             if self.settings.resume:
                 raise JobError(f"--resume needs an output file, and {output} is none")
             return ResultFile.open(output), Done(RowSet(self.num_rows), 0), _given_or_drawn(seed), []
-        if Path(output).exists() and not self.settings.resume:
+        # An empty file is what a job leaves that failed before its first row: nothing of it could be lost.
+        if Path(output).exists() and os.path.getsize(output) and not self.settings.resume:
             raise JobError(f"{output}: exists already; --resume goes on with it")
         results = ResultFile.open(output)
         try:

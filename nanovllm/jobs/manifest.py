@@ -1,7 +1,6 @@
 """What a job is, in a small file beside its results: a resumed job has to be the same one."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import xxhash
 
 from nanovllm.jobs.errors import JobError
+from nanovllm.jobs.files import write_whole
 
 _CHUNK_BYTES = 1 << 20
 # Of a model's file as large as weights are, so many bytes are read at the beginning, the middle and the end.
@@ -36,17 +36,8 @@ class Manifest:
             raise JobError(f"{path}: not the description of a job: {error}") from error
 
     def write(self, path: Path) -> None:
-        """Replaces the file as a whole, or not at all."""
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            with temporary.open("w") as file:
-                json.dump({"job": self.job, "engine": self.engine}, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise JobError(f"{path}: can't write it: {error.strerror}") from error
+        """As `write_whole`."""
+        write_whole(path, json.dumps({"job": self.job, "engine": self.engine}, indent=2))
 
 
 def manifest_path(output: str) -> Path:

@@ -27,6 +27,7 @@ _COMPRESSED = (".gz", ".zst")
 # So many lines are looked at for the first that tells OpenAI's batch format from other JSON lines.
 _NUM_LINES_TO_DETECT = 100
 _ROWS_OF_A_PARQUET_BATCH = 256
+_ZSTANDARD_CHUNK_BYTES = 4096  # few, since they may become a thousand times as many
 
 IsDone = Callable[[int], bool]
 
@@ -72,6 +73,8 @@ class InputFile:
         self.format = _format_of_name(self.path) if format == "auto" else format
         if format == "auto" and self.format == "jsonl" and self._is_openai():
             self.format = "openai"
+        if self.path.suffix.lower() == ".json" and self.format == "jsonl":
+            self._refuse_document()
 
     def num_rows(self) -> int:
         """Counts the rows. Raises JobError if the file is damaged."""
@@ -96,19 +99,30 @@ class InputFile:
                 yield Row(index, number, {}, error)
 
     def _parquet_rows(self, is_done: IsDone) -> Iterator[Row]:
-        index = 0
-        for batch in _parquet_file(self.path).iter_batches(batch_size=_ROWS_OF_A_PARQUET_BATCH):
-            for data in batch.to_pylist():
+        index, batches = 0, _parquet_file(self.path).iter_batches(batch_size=_ROWS_OF_A_PARQUET_BATCH)
+        while True:
+            try:
+                batch = next(batches, None)
+                rows = [] if batch is None else batch.to_pylist()
+            except (OSError, ValueError, TypeError) as error:  # as those of Arrow are, too
+                raise JobError(f"{self.path}: damaged after row {index}: {error}") from error
+            if batch is None:
+                return
+            for data in rows:
                 if not is_done(index):
                     yield Row(index, index + 1, data)
                 index += 1
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Numbers and contents of the lines that are rows: of JSON lines, those that aren't blank."""
+        number = 0
         with _open(self.path) as file:
-            for number, line in enumerate(file, 1):
-                if self.format == "text" or not line.isspace():
-                    yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            try:
+                for number, line in enumerate(file, 1):
+                    if self.format == "text" or not line.isspace():
+                        yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise JobError(f"{self.path}: damaged or cut off after line {number}: {error}") from error
 
     def _parse_text(self, line: bytes) -> dict[str, Any]:
         return {self._text_column: _decode(line).rstrip("\r\n")}
@@ -122,13 +136,21 @@ class InputFile:
                     continue
         return False
 
+    def _refuse_document(self) -> None:
+        """Raises JobError if a `.json` file begins as one JSON document over many lines, or as a list."""
+        with self._readable():
+            first = next((line for _, line in self._lines()), b"{}")
+        try:
+            parse_json(first)
+        except RowError as error:
+            hint = "jq -c '.[]' writes a list so"
+            raise JobError(f"{self.path}:1: {error.reason}; JSON lines are an object in each line ({hint})") from error
+
     @contextmanager
     def _readable(self) -> Iterator[None]:
         """A file that can't be read ends the job, in one line."""
         try:
             yield
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise JobError(f"{self.path}: damaged or cut off: {error}") from error
         except OSError as error:
             raise JobError(f"{self.path}: {error.strerror or error}") from error
 
@@ -178,7 +200,50 @@ def _open_zstandard(path: Path) -> IO[bytes]:
         import zstandard
     except ImportError:
         raise JobError(f"{path}: a .zst file needs the package zstandard: pip install zstandard") from None
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True))
+    return io.BufferedReader(_ZstandardReader(path.open("rb"), zstandard))
+
+
+class _ZstandardReader(io.RawIOBase):
+    """The content of all frames of a file. The library's own reader takes a file that is cut off for one that ends.
+
+    Raises, while it is read, EOFError for such a file, and zlib.error, as of gzip, for one that is damaged.
+    """
+
+    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
+        """`zstandard` is the package."""
+        self._file, self._zstandard = file, zstandard
+        self._frame: Any | None = None  # the decompressor of the one that has begun
+        self._compressed, self._content = b"", memoryview(b"")  # what is left of each
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._compressed = self._compressed or self._file.read(_ZSTANDARD_CHUNK_BYTES)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("Compressed file ended before the end of its last frame")
+                return 0
+            self._decompress()
+        part, self._content = self._content[: len(buffer)], self._content[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _decompress(self) -> None:
+        if self._frame is None:
+            self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+        try:
+            self._content = memoryview(self._frame.decompress(self._compressed))
+        except self._zstandard.ZstdError as error:
+            raise zlib.error(str(error)) from error
+        self._compressed = b""
+        if self._frame.eof:
+            self._compressed, self._frame = self._frame.unused_data, None
 
 
 def _parquet_file(path: Path) -> Any:

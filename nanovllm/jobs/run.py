@@ -1,11 +1,12 @@
 """Runs a job: rows in, requests to the engine, results out; and checks one without running it."""
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanovllm.engine.outputs import RequestOutput, StepOutput
-from nanovllm.jobs.engine import JobEngine
+from nanovllm.engine.outputs import StepOutput
+from nanovllm.jobs.engine import EndedRow, JobEngine
 from nanovllm.jobs.errors import JobError, RowError, one_line
 from nanovllm.jobs.formats import RowFormat
 from nanovllm.jobs.job import Job
@@ -14,6 +15,7 @@ from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.readers import Row
 from nanovllm.jobs.results import ResultFile
 from nanovllm.jobs.signals import StopSignals
+from nanovllm.jobs.watch import JobWatch
 
 
 def run_job(job: Job) -> int:
@@ -22,28 +24,32 @@ def run_job(job: Job) -> int:
     Raises:
         JobError: it can't go on. What was written stays, and can be resumed.
     """
-    settings = job.settings
+    settings, watch = job.settings, JobWatch(job)
     results, done, seed, warnings = job.open_results()
     for warning in warnings:
         print(f"nanovllm: warning: {settings.output} was begun with other settings: {warning}", file=sys.stderr)
     try:
         if len(done.rows) == job.num_own_rows:
-            print(f"all {job.num_own_rows} rows are done; {settings.output}", file=sys.stderr)
+            what = f"all {job.num_own_rows} rows are done" if job.num_own_rows else f"{settings.input}: has no rows"
+            print(f"{what}; {settings.output}", file=sys.stderr)
             return 0
+        started = time.monotonic()
         with (
-            _load(job) as engine,
+            JobEngine(settings.model, **settings.config) as engine,
             StopSignals() as signals,
             JobProgress(job.num_own_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
+            watch.over(engine, len(done.rows), signals, time.monotonic() - started),
         ):
+            job.check_params(engine.inputs)
             form = job.make_format(engine.tokenizer)
             preparer = Preparer(engine.inputs, form, job.make_params(seed))
             rows = job.input.rows(lambda index: not job.has(index) or index in done.rows)
-            loop = _Loop(job, engine, form, preparer, rows, results, progress)
+            loop = _Loop(job, engine, form, preparer, rows, results, progress, watch)
             while loop.has_work and signals.received is None:
                 loop.turn()
     finally:
         results.close()
-    print(_summary(job, progress), file=sys.stderr)
+    print(_summary(job, progress, loop.first_failure), file=sys.stderr)
     if signals.received is None:
         return 0
     hint = "; --resume goes on with it" if results.is_resumable else ""
@@ -53,7 +59,9 @@ def run_job(job: Job) -> int:
 
 def check_job(job: Job) -> int:
     """Checks every row without loading weights, and prints what is wrong where; returns the exit status."""
-    preparer = Preparer(job.make_inputs(), job.make_format(None), job.make_params(seed=0))
+    inputs = job.make_inputs()
+    job.check_params(inputs)
+    preparer = Preparer(inputs, job.make_format(None), job.make_params(seed=0))
     num_rows = num_bad = num_tokens = longest = 0
     for one in check_rows(job.input.rows(lambda index: not job.has(index)), preparer):
         num_rows += 1
@@ -73,13 +81,6 @@ def locate(job: Job, row: Row, error: RowError) -> str:
     return one_line(f"{job.input.path}:{row.line}: {error}")
 
 
-def _load(job: Job) -> JobEngine:
-    try:
-        return JobEngine(job.settings.model, **job.settings.config)
-    except (OSError, TypeError, ValueError, ImportError) as error:
-        raise JobError(str(error)) from error
-
-
 @dataclass
 class _Loop:
     """Keeps the engine full, and writes what comes out. Holds a chunk of prepared rows beside those in the engine."""
@@ -91,10 +92,12 @@ class _Loop:
     rows: Iterator[Row]
     results: ResultFile
     progress: JobProgress
+    watch: JobWatch
 
     def __post_init__(self) -> None:
         self._ready: list[PreparedRow] = []  # the next one last
         self._is_read = False
+        self.first_failure = ""  # of this run
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +110,15 @@ class _Loop:
         while self._ready and not self.engine.is_full:
             self._add(self._ready.pop())
         if self.engine.num_rows:
-            self._write(*self.engine.step())
+            self._write(*self._step())
+        self.watch.look()
+
+    def _step(self) -> tuple[StepOutput, list[EndedRow]]:
+        try:
+            return self.engine.step()
+        except Exception as error:
+            hint = "; --resume goes on with what is there" if self.results.is_resumable else ""
+            raise JobError(f"the engine failed: {type(error).__name__}: {str(error).rstrip()}{hint}") from error
 
     def _add(self, prepared: PreparedRow) -> None:
         try:
@@ -115,6 +126,7 @@ class _Loop:
         except ValueError as error:  # a constraint that takes long to compile has turned out to be wrong
             found = grammar_error(prepared) or RowError(None, str(error))
             self.results.append([self._failed(prepared.row, found)])
+            self.watch.fail()
             self.progress.update(None, 0, 1)
 
     def _prepare(self) -> None:
@@ -123,29 +135,38 @@ class _Loop:
         self._ready = [one for one in reversed(chunk) if isinstance(one, PreparedRow)]
         bad = [one for one in chunk if isinstance(one, BadRow)]
         self.results.append([self._failed(one.row, one.error) for one in bad])
+        self.watch.fail(len(bad))
         self.progress.update(None, 0, len(bad))
 
-    def _write(self, step: StepOutput, finished: list[tuple[PreparedRow, RequestOutput]]) -> None:
+    def _write(self, step: StepOutput, ended: list[EndedRow]) -> None:
         records, num_failed = [], 0
-        for prepared, output in finished:
-            if output["finish_reason"] == "abort":
-                error = grammar_error(prepared) or RowError(None, "the engine ended this request")
-                records.append(self._failed(prepared.row, error))
-                num_failed += 1
-            else:
-                records.append(self.form.completed(prepared.row, output))
+        for one in ended:
+            row, output = one.prepared.row, one.output
+            if output is not None and output["finish_reason"] != "abort":
+                records.append(self.form.completed(row, output))
+                self.watch.complete(row, output, one.seconds)
+                continue
+            error = grammar_error(one.prepared) or RowError(None, "the engine ended this request")
+            if one.error is not None:
+                error = RowError(None, f"its result can't be decoded: {one.error}")
+            records.append(self._failed(row, error))
+            self.watch.fail()
+            num_failed += 1
         self.results.append(records)
-        self.progress.update(step, len(finished) - num_failed, num_failed)
+        self.progress.update(step, len(ended) - num_failed, num_failed)
 
     def _failed(self, row: Row, error: RowError) -> dict[str, object]:
         message = locate(self.job, row, error)
         if self.job.settings.fail_fast:
             raise JobError(message)
+        self.first_failure = self.first_failure or message
         return self.form.failed(row, error, message)
 
 
-def _summary(job: Job, progress: JobProgress) -> str:
+def _summary(job: Job, progress: JobProgress, first_failure: str) -> str:
     failed = f", {progress.num_failed} rows failed" if progress.num_failed else ""
+    if first_failure:
+        failed += f" (one of them: {first_failure})"
     return (
         f"{progress.num_completed} rows in {progress.seconds:.1f} s: {progress.num_output_tokens} output tokens, "
         f"{progress.tokens_per_second:,.0f} tok/s{failed}; {job.settings.output}"

@@ -184,7 +184,8 @@ def test_text_and_gzip(chat_llama: Path, tmp_path: Path) -> None:
     assert error.startswith(f"nanovllm: error: {source}: damaged or cut off") and error.count("\n") == 1
 
 
-def test_zstandard(chat_llama: Path, tmp_path: Path) -> None:
+def test_zstandard(chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several frames are one file. One that is cut off or damaged is found before any work, whatever its frames say."""
     source = tmp_path / "in.jsonl.zst"
     try:
         import zstandard
@@ -193,8 +194,53 @@ def test_zstandard(chat_llama: Path, tmp_path: Path) -> None:
         error = cli("run", source, "--model", chat_llama, "--dry-run", status=1).stderr
         assert error == f"nanovllm: error: {source}: a .zst file needs the package zstandard: pip install zstandard\n"
         return
-    source.write_bytes(zstandard.ZstdCompressor().compress(b'{"prompt": "x"}\n' * 3))
-    assert "3 rows, 0 of them bad" in cli("run", source, "--model", chat_llama, "--dry-run").stdout
+    lines = [json.dumps({"prompt": f"{index:05}" * 3}).encode() + b"\n" for index in range(5000)]
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"".join(lines))
+    source.write_bytes(frame + zstandard.ZstdCompressor().compress(lines[0] * 2))
+    assert "5002 rows, 0 of them bad" in cli("run", source, "--model", chat_llama, "--dry-run").stdout
+    args = ("run", source, "--model", chat_llama, "--dry-run")
+    cut = f"nanovllm: error: {source}: damaged or cut off after line "
+    for content, least, reason in (
+        (frame[:-1], 1000, "Compressed file ended before the end of its last frame"),
+        (frame[: len(frame) // 2], 0, "Compressed file ended before the end of its last frame"),
+        (frame + frame[:3], 5000, "Compressed file ended before the end of its last frame"),
+        (frame + b"not a frame, not at all", 5000, ""),
+        (b"{}\n" * 100, 0, ""),
+    ):
+        source.write_bytes(content)
+        error = here(capsys, *args, status=1)
+        assert error.startswith(cut) and reason in error and error.count("\n") == 1, error
+        assert least <= int(error.removeprefix(cut).split(":")[0]) <= 5000
+
+
+def test_gzip_that_is_cut_off(chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl.gz"
+    lines = [json.dumps({"prompt": f"{index:05}" * 3}).encode() + b"\n" for index in range(5000)]
+    packed = gzip.compress(b"".join(lines))
+    cut = f"nanovllm: error: {source}: damaged or cut off after line "
+    middle = len(packed) // 2
+    for content in (packed[:middle], packed[:-4], packed[:middle] + bytes(8) + packed[middle + 8 :], packed + b"more"):
+        source.write_bytes(content)
+        error = here(capsys, "run", source, "--model", chat_llama, "--dry-run", status=1)
+        assert error.startswith(cut) and error.count("\n") == 1, error
+        assert 1000 < int(error.removeprefix(cut).split(":")[0]) <= 5000
+    source.write_bytes(b"no archive")
+    error = here(capsys, "run", source, "--model", chat_llama, "--dry-run", status=1)
+    assert error.startswith(f"{cut}0: ")
+
+
+def test_damaged_parquet(chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its description is whole, but not what it describes."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source = tmp_path / "in.parquet"
+    table = pyarrow.table({"prompt": [f"{index:05}" * 3 for index in range(1000)]})
+    parquet.write_table(table, source, row_group_size=500, use_dictionary=False)
+    content = bytearray(source.read_bytes())
+    content[4:44] = b"\xff" * 40
+    source.write_bytes(content)
+    error = here(capsys, "run", source, "--model", chat_llama, "--dry-run", status=1)
+    assert error.startswith(f"nanovllm: error: {source}: damaged after row 0: ") and error.count("\n") == 1
 
 
 def test_parquet(chat_llama: Path, tmp_path: Path) -> None:
@@ -364,7 +410,7 @@ def test_commands_of_the_docs(
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "x"}, {"messages": [{"role": "user", "content": "hi"}]}])
     lines = re.findall(r"^nanovllm (.*)$", (ROOT / page).read_text(), re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == {"README.md": 3, "docs/jobs.md": 4}[page]
     for line in lines:
         words = line.replace("path/to/Qwen3-0.6B", str(chat_llama)).split()
         here(capsys, *words, *(ENGINE if words[0] == "run" else ("--device", "cpu")))

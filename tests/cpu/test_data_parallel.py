@@ -389,10 +389,11 @@ def test_backlog_is_small(policy: Replicas) -> None:
     policy._record(first, Report(begun=list(first.tasks)))
     policy.hand_out()
     assert _held(policy) == [[20] * 6, [20] * 4]
-    policy._record(second, Report(begun=list(second.tasks), finished=dict.fromkeys(second.tasks)))
+    policy._record(second, Report(list(second.tasks), {key: {"finish_reason": "stop"} for key in second.tasks}))
     policy.hand_out()
     assert _held(policy) == [[20] * 6, [20] * 4]
     assert policy.num_unfinished == 16 and len(policy.finished) == 4
+    assert policy.stats().num_finished_stop == 4
 
 
 def test_a_request_larger_than_the_window(policy: Replicas) -> None:
