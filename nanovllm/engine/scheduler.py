@@ -78,7 +78,8 @@ class Scheduler:
     A step gives every decoding sequence its token first, then spends the rest of the budget on prompts that
     are under way, then on admissions. A sequence gets the blocks of its whole prompt when it is admitted, so
     only decoding can run out of blocks; then the youngest running sequence is preempted: it gives up its
-    blocks, goes back to the head of the queue, and later recomputes prompt and output.
+    blocks, goes back to the head of the queue, and later recomputes prompt and output. What host memory has kept of a
+    prefix is loaded into blocks that its sequence gets when it is admitted; it is computed from when they are loaded.
 
     `running` is in order of arrival, as is `waiting`, and everything waiting arrived after everything running.
     """
@@ -178,6 +179,11 @@ class Scheduler:
         self._num_awaited = 0
         self.block_manager.reset()
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a running sequence waits for its KV to be loaded."""
+        return any(map(self.block_manager.is_loading, self.running.values()))
+
     def find(self, seq_id: int) -> Sequence | None:
         return self.running.get(seq_id) or self.waiting.get(seq_id)
 
@@ -189,6 +195,8 @@ class Scheduler:
         for seq in list(self.running.values()):
             if seq.status is not SequenceStatus.RUNNING or not seq.is_decoding or seq.has_reached_limit:
                 continue
+            if self.block_manager.is_loading(seq):
+                continue
             while not self.block_manager.can_append(seq):
                 # Oldest first, so the youngest is not in this batch yet. It can be the sequence itself.
                 youngest = next(reversed(self.running.values()))
@@ -198,13 +206,15 @@ class Scheduler:
                     break
             else:
                 self.block_manager.append(seq)
+                if self.block_manager.is_loading(seq):  # for a sequence that gave up the block which this one got
+                    continue
                 batch.add(seq, 1)
                 self.block_manager.publish(seq)
 
     def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
         for seq in self.running.values():
             num_left = seq.num_tokens - seq.num_computed_tokens
-            if budget and num_left and not seq.is_decoding:
+            if budget and num_left and not seq.is_decoding and not self.block_manager.is_loading(seq):
                 budget -= self._schedule_chunk(batch, seq, min(num_left, budget))
         return budget
 
@@ -218,13 +228,16 @@ class Scheduler:
                 break
             seq = next(iter(self.waiting.values()))
             cached_block_ids = self.block_manager.find_cached_blocks(seq)
+            offloaded = self.block_manager.find_offloaded_blocks(seq, cached_block_ids)
+            if offloaded is None:
+                break
             if forecast is None:
                 forecast = BlockForecast(self.running.values(), self.estimator, self.block_manager)
             if not self._fits(seq, cached_block_ids, forecast):
                 self._await_room()
                 break
             del self.waiting[seq.seq_id]
-            self.block_manager.allocate(seq, cached_block_ids)
+            self.block_manager.allocate(seq, cached_block_ids, offloaded)
             seq.slot = self._free_slots.pop()
             seq.status = SequenceStatus.RUNNING
             self.running[seq.seq_id] = seq
@@ -232,7 +245,8 @@ class Scheduler:
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 batch.num_cached_tokens += seq.num_computed_tokens
-            budget -= self._schedule_chunk(batch, seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
+            if not self.block_manager.is_loading(seq):
+                budget -= self._schedule_chunk(batch, seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
 
     def _await_room(self) -> None:
         """After an admission has failed: the next is tried when some sequences have made room, not each time one has.

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.host_cache import BlockCopies
 
 IntArray = npt.NDArray[np.int32]
 
@@ -26,25 +27,30 @@ _ARRAYS = (
     "sampled_slots",
 )
 _HEADER_SIZE = 9
+_COPIES_HEADER_SIZE = 5
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step that a config allows: tokens, sequences, and blocks of a sequence."""
+    """The largest step that a config allows: tokens, sequences, blocks of a sequence, and loads and saves of blocks (so
+    many each)."""
 
     num_tokens: int
     num_seqs: int
     table_width: int
+    num_copies: int = 0
 
     @property
     def num_bytes(self) -> int:
         per_token = 5  # token_ids, positions, kv_slots, rope_lens, rows of scored prompt tokens
         per_seq = 5 + self.table_width  # query_starts, context_lens, slots, logits_indices, sampled_slots, block table
-        return 4 * (_HEADER_SIZE + 1 + self.num_tokens * per_token + self.num_seqs * per_seq)
+        for_step = _HEADER_SIZE + 1 + self.num_tokens * per_token + self.num_seqs * per_seq
+        return 4 * max(for_step, _COPIES_HEADER_SIZE + 4 * self.num_copies)
 
 
 class StepMemory:
-    """One step's arrays. Rank 0 writes them; the others copy them before rank 0 may write again.
+    """One step's arrays, or the copies of blocks that begin before one. Rank 0 writes them; the others copy them before
+    rank 0 may write again.
 
     The memory is a file without a name, which other processes inherit: nothing is left of it when the last process
     that has it open ends, however it ends. What no step has used takes no room.
@@ -107,6 +113,20 @@ class StepMemory:
             max_context_len=header[8],
         )
         return batch, None if is_plain else arrays[-1]
+
+    def write_copies(self, copies: BlockCopies) -> None:
+        """Tickets are 32 bits wide: enough for years of steps."""
+        pairs = np.array([*copies.loads, *copies.saves], dtype=np.int32)
+        header = (copies.ticket, copies.loads_done, copies.saves_done, len(copies.loads), len(copies.saves))
+        self._values[:_COPIES_HEADER_SIZE] = header
+        self._values[_COPIES_HEADER_SIZE : _COPIES_HEADER_SIZE + pairs.size] = pairs.ravel()
+
+    def read_copies(self) -> BlockCopies:
+        header = [int(value) for value in self._values[:_COPIES_HEADER_SIZE]]
+        ticket, loads_done, saves_done, num_loads, num_saves = header
+        values = self._values[_COPIES_HEADER_SIZE:][: 2 * (num_loads + num_saves)].tolist()
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        return BlockCopies(ticket, loads_done, saves_done, pairs[:num_loads], pairs[num_loads:])
 
 
 def _no_sampling(num_sampled: int) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float32]]:
