@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nanovllm.engine.block_manager import Block
 
+# The saves of so many steps are under way at most.
+_MAX_SAVES_UNDER_WAY = 2
+
 Key = tuple[int, bytes]  # what a content is: the identity of its parent's content, and its tokens
 
 
@@ -48,10 +51,12 @@ class HostBlock:
 class HostCache:
     """Decides which contents are saved, kept and loaded; the `BlockManager` that owns it says what happens to blocks.
 
-    Saving: before each step, those of the next blocks to be reused whose content is not kept yet are copied in the
-    background. Nothing waits for it. A block that is needed before its copy is finished is reused all the same; its
-    save is given up there and then, so that what the copy leaves in the slot never counts as that content. The slot
-    can be given to another save at once, since a rank does its saves one after the other.
+    Saving: before a step, some of the next blocks to be reused are copied in the background, if their content is not
+    kept yet. Nothing waits for it. A block that is needed before its copy is finished is reused all the same; its save
+    is given up there and then, so that what the copy leaves in the slot never counts as that content. The slot can be
+    given to another save at once, since a rank does its saves one after the other. Blocks that have the longest to go
+    are saved first, and fewer at a time once saves were given up: where copying is slower than blocks are reused, some
+    are saved in time rather than all too late.
 
     Loading: a sequence that is admitted gets blocks for what the host has of its prefix, which are published at once,
     and waits (`Sequence.load_ticket`) until all loads into blocks of its table are finished, its own and others'. That
@@ -79,6 +84,7 @@ class HostCache:
         self.num_saved_blocks = self.num_loaded_blocks = self.num_loaded_tokens = 0
         self._ticket = 0  # of the last copies begun
         self._told = (0, 0)  # what the ranks know to be finished
+        self._num_at_once = max_copies  # saves that are begun before a step
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +92,9 @@ class HostCache:
         self._kept: OrderedDict[Key, HostBlock] = OrderedDict()  # the first goes first
         self._saving: dict[int, HostBlock] = {}  # by the device's block, in the order of their tickets
         self._free_slots = list(reversed(range(self.num_slots)))
+        self._num_given_up: dict[int, int] = {}  # by ticket, of the saves under way
         self._loads: list[tuple[int, int]] = []  # to be begun before the next step
+        self._last_load = 0  # ticket
         self._announced: dict[Key, int] = {}
         self._loads_done = self._saves_done = self._ticket
 
@@ -97,6 +105,11 @@ class HostCache:
         """Whether so many more loads may begin before the next step. One sequence's always may."""
         return not self._loads or len(self._loads) + num_blocks <= self.max_copies
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether any load may be under way: a sequence may wait for it, running or about to be admitted."""
+        return self.is_under_way(self._last_load)
+
     def is_under_way(self, load_ticket: int) -> bool:
         """Whether loads of a ticket are not known to be finished."""
         return load_ticket > self._loads_done
@@ -104,7 +117,7 @@ class HostCache:
     def load(self, host_block: HostBlock, block_id: int) -> int:
         """Loads a content into a block before the next step; returns the ticket."""
         self._loads.append((host_block.slot, block_id))
-        host_block.load_ticket = self._ticket + 1
+        self._last_load = host_block.load_ticket = self._ticket + 1
         self._kept.move_to_end((host_block.parent_content_id, host_block.token_bytes))
         self.num_loaded_blocks += 1
         self.num_loaded_tokens += len(host_block.token_bytes) // 4
@@ -121,6 +134,7 @@ class HostCache:
         """The device gives up a block's content."""
         if (unfinished := self._saving.pop(block.block_id, None)) is not None:
             self._free_slots.append(unfinished.slot)
+            self._num_given_up[unfinished.save_ticket] += 1
         elif (key := (block.parent_content_id, block.token_bytes)) in self._kept:
             self._kept.move_to_end(key)
 
@@ -129,14 +143,9 @@ class HostCache:
         if loads_done > self._loads_done:
             self._loads_done = loads_done
             self._announced = {key: ticket for key, ticket in self._announced.items() if ticket > loads_done}
-        self._saves_done = max(self._saves_done, saves_done)
-        while self._saving:
-            block_id, host_block = next(iter(self._saving.items()))
-            if host_block.save_ticket > self._saves_done:
-                break
-            del self._saving[block_id]
-            self._kept[host_block.parent_content_id, host_block.token_bytes] = host_block
-            self.num_saved_blocks += 1
+        if saves_done > self._saves_done:
+            self._saves_done = saves_done
+            self._keep_saved()
 
     def begin(self, next_reused: "Iterable[Block]") -> BlockCopies | None:
         """The copies to begin now; None if there are none, and nothing has finished since the last.
@@ -145,7 +154,7 @@ class HostCache:
             next_reused: free blocks in the order in which they will be reused.
         """
         loads, self._loads = self._loads, []
-        saves = self._begin_saves(next_reused)
+        saves = self._begin_saves(next_reused) if len(self._num_given_up) < _MAX_SAVES_UNDER_WAY else []
         done = (self._loads_done, self._saves_done)
         if not loads and not saves and done == self._told:
             return None
@@ -170,10 +179,11 @@ class HostCache:
             if same is not None and same.content_id != block.content_id:
                 raise RuntimeError(f"{block} and {same}: one content under two identities")
 
-    def _begin_saves(self, blocks: "Iterable[Block]") -> list[tuple[int, int]]:
+    def _begin_saves(self, next_reused: "Iterable[Block]") -> list[tuple[int, int]]:
         saves: list[tuple[int, int]] = []
-        for block in blocks:
-            if len(saves) == self.max_copies:
+        ticket = self._ticket + 1
+        for block in reversed(list(next_reused)):
+            if len(saves) == self._num_at_once:
                 break
             if not block.content_id or block.block_id in self._saving or self.is_under_way(block.load_ticket):
                 continue
@@ -182,11 +192,27 @@ class HostCache:
             slot = self._take_slot()
             if slot is None:
                 break
-            self._saving[block.block_id] = HostBlock(
-                slot, block.content_id, block.parent_content_id, block.token_bytes, save_ticket=self._ticket + 1
-            )
+            host_block = HostBlock(slot, block.content_id, block.parent_content_id, block.token_bytes, ticket)
+            self._saving[block.block_id] = host_block
             saves.append((block.block_id, slot))
+        if saves:
+            self._num_given_up[ticket] = 0
         return saves
+
+    def _keep_saved(self) -> None:
+        """Keeps what was saved up to `_saves_done`, and adapts how much is saved at once."""
+        while self._saving:
+            block_id, host_block = next(iter(self._saving.items()))
+            if host_block.save_ticket > self._saves_done:
+                break
+            del self._saving[block_id]
+            self._kept[host_block.parent_content_id, host_block.token_bytes] = host_block
+            self.num_saved_blocks += 1
+        for ticket in [ticket for ticket in self._num_given_up if ticket <= self._saves_done]:
+            if self._num_given_up.pop(ticket):
+                self._num_at_once = max(1, self._num_at_once // 2)
+            else:
+                self._num_at_once = min(self.max_copies, 2 * self._num_at_once)
 
     def _take_slot(self) -> int | None:
         if self._free_slots:

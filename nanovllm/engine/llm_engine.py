@@ -266,13 +266,18 @@ class LLMEngine:
             if packed is not None:
                 launched = LaunchedStep(batch, constrained_sequences(batch, packed), self.runner.run(packed))
             self._in_flight = launched
-            if launched is None and previous is None and self.scheduler.is_loading:
-                self.runner.wait_for_loads()
-            elif launched is None and previous is None and self._unfinished:
-                if self.entrance.num_held < len(self._unfinished):
-                    raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
-                self.entrance.wait()
+            if launched is None and previous is None and self._unfinished:
+                self._wait()
             return self._read(previous, batch)
+
+    def _wait(self) -> None:
+        """Nothing can be computed before the KV of some request is loaded, or its constraint compiled."""
+        if self.host_cache is not None and self.host_cache.is_loading:
+            self.runner.wait_for_loads()
+        elif self.entrance.num_held < len(self._unfinished):
+            raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+        else:
+            self.entrance.wait()
 
     def _read(self, previous: LaunchedStep | None, batch: ScheduledBatch) -> StepOutput:
         """Takes over the tokens of the previous step, and reports them with the counts of the launched one."""

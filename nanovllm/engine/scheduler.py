@@ -179,11 +179,6 @@ class Scheduler:
         self._num_awaited = 0
         self.block_manager.reset()
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether a running sequence waits for its KV to be loaded."""
-        return any(map(self.block_manager.is_loading, self.running.values()))
-
     def find(self, seq_id: int) -> Sequence | None:
         return self.running.get(seq_id) or self.waiting.get(seq_id)
 
@@ -195,7 +190,7 @@ class Scheduler:
         for seq in list(self.running.values()):
             if seq.status is not SequenceStatus.RUNNING or not seq.is_decoding or seq.has_reached_limit:
                 continue
-            if self.block_manager.is_loading(seq):
+            if seq.load_ticket and self.block_manager.is_loading(seq):
                 continue
             while not self.block_manager.can_append(seq):
                 # Oldest first, so the youngest is not in this batch yet. It can be the sequence itself.
@@ -206,8 +201,8 @@ class Scheduler:
                     break
             else:
                 self.block_manager.append(seq)
-                if self.block_manager.is_loading(seq):  # for a sequence that gave up the block which this one got
-                    continue
+                if seq.load_ticket and self.block_manager.is_loading(seq):
+                    continue  # it got a block that is still being loaded for a sequence which has given it up
                 batch.add(seq, 1)
                 self.block_manager.publish(seq)
 
