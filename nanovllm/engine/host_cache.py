@@ -106,6 +106,11 @@ class HostCache:
         return not self._loads or len(self._loads) + num_blocks <= self.max_copies
 
     @property
+    def is_copying(self) -> bool:
+        """Whether anything may be under way, in either direction."""
+        return self.is_loading or bool(self._num_given_up)
+
+    @property
     def is_loading(self) -> bool:
         """Whether any load may be under way: a sequence may wait for it, running or about to be admitted."""
         return self.is_under_way(self._last_load)
@@ -185,9 +190,9 @@ class HostCache:
         for block in reversed(list(next_reused)):
             if len(saves) == self._num_at_once:
                 break
-            if not block.content_id or block.block_id in self._saving or self.is_under_way(block.load_ticket):
-                continue
-            if self.find(block.parent_content_id, block.token_bytes) is not None:
+            # What is being loaded into a block is kept for as long.
+            is_kept = self.find(block.parent_content_id, block.token_bytes) is not None
+            if not block.content_id or is_kept or block.block_id in self._saving:
                 continue
             slot = self._take_slot()
             if slot is None:

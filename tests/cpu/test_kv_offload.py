@@ -333,14 +333,21 @@ def test_a_small_cache_does_not_copy_for_ever() -> None:
 
 
 def test_reset() -> None:
+    """Contents are forgotten, and loads that are still under way do no harm to what is computed next."""
     engine = make_engine()
     fill_and_evict(engine)
-    engine.add(prompt(0, 4, 8), max_tokens=1)
+    engine.speed = -1.0
+    loading = engine.add(prompt(0, 4, 8), max_tokens=1)
     engine.step()
+    assert engine.manager.is_loading(loading)
     engine.fail()
-    engine.host_cache.check_integrity(engine.manager.blocks)
-    (seq,) = complete(engine, prompt(0, 4, 8))
-    assert seq.num_cached_tokens == 0
+    engine.manager.check_integrity([])
+    seq = engine.add(prompt(0, 6, 8), max_tokens=6)
+    for _ in range(2):
+        engine.step()
+    engine.speed = 1000.0
+    engine.run()
+    assert seq.finish_reason == "length" and seq.num_cached_tokens == 0
 
 
 def lose_slot(host: HostCache) -> None:
