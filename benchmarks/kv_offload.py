@@ -8,8 +8,8 @@ For each shape, in one engine:
 - copying: GB/s in both directions, and what a copy takes beside its blocks; tokens/s of a large prefill step; and the
   crossover, the number of tokens from which a load is faster than computing them.
 - a job whose shared beginnings don't fit the KV cache: `num-requests` prompts in random order, each one of
-  `num-prefixes` beginnings of `prefix-len` tokens and some of its own, in a pool that holds half of the beginnings; first
-  without host memory, then with it.
+  `num-prefixes` beginnings of `prefix-len` tokens and some of its own, in a pool that holds half of the beginnings;
+  first without host memory, then with it.
 
 "decode blocked" is the time by which pure decode steps that ran beside copies took longer than the median of those
 that ran alone, as a share of the whole. The last line is JSON.
@@ -30,7 +30,8 @@ from benchmarks.workloads import describe_environment
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.host_cache import BlockCopies, min_blocks_worth_copying
 
-MAX_NUM_SEQS = 32
+MAX_NUM_SEQS = 16
+NUM_TOKEN_IDS = 256
 BLOCKS_TIMED = 32
 
 
@@ -79,13 +80,13 @@ def measure_copies(llm: LLM) -> dict[str, Any]:
 
 def prefill_seconds(llm: LLM) -> float:
     """Seconds a token, of prompts that fill a step: the least of three."""
-    budget, times = llm.config.max_num_batched_tokens, []
+    budget, pool, times = llm.config.max_num_batched_tokens, llm.runner.num_kv_blocks * llm.runner.block_size, []
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    length = min(512, budget, llm.max_model_len - 1, llm.runner.num_kv_blocks * llm.runner.block_size // 2)
-    num_prompts = max(1, min(budget // length, llm.config.max_num_seqs, llm.runner.num_kv_blocks * 64 // length))
+    length = min(512, budget, llm.max_model_len - 1, pool // 2)
+    num_prompts = max(1, min(budget, pool // 2) // length)
     rng = random.Random(9)
     for _ in range(4):
-        prompts = [[rng.randrange(1000) for _ in range(length)] for _ in range(num_prompts)]
+        prompts = [[rng.randrange(NUM_TOKEN_IDS) for _ in range(length)] for _ in range(num_prompts)]
         synchronize()
         started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
@@ -118,21 +119,19 @@ class Run:
         }
 
 
-def run_job(llm: LLM, args: argparse.Namespace, seed: int) -> Run:
-    rng = random.Random(seed)
+def run_job(llm: LLM, args: argparse.Namespace, num_requests: int) -> Run:
+    rng = random.Random(0)
 
     def random_tokens(num_tokens: int) -> list[int]:
-        return [rng.randrange(1000) for _ in range(num_tokens)]
+        return [rng.randrange(NUM_TOKEN_IDS) for _ in range(num_tokens)]
 
     prefixes = [random_tokens(args.prefix_len) for _ in range(args.num_prefixes)]
     params = SamplingParams(temperature=0, max_tokens=args.num_output, ignore_eos=True)
-    for index in range(args.num_requests):
-        llm.add_request(prefixes[index % args.num_prefixes] + random_tokens(args.num_own), params)
-    llm.scheduler.waiting = type(llm.scheduler.waiting)(
-        rng.sample(list(llm.scheduler.waiting.items()), args.num_requests)
-    )
-    run = Run()
-    host = llm.host_cache
+    order = [index % args.num_prefixes for index in range(num_requests)]
+    rng.shuffle(order)
+    for index in order:
+        llm.add_request(prefixes[index] + random_tokens(args.num_own), params)
+    run, host = Run(), llm.host_cache
     synchronize()
     started = last = time.perf_counter()
     while not llm.is_finished():
@@ -169,7 +168,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
             # The same engine without and with its second level.
             llm.host_cache = llm.block_manager.host_cache = host if name == "with" else None
             llm.block_manager.reset()
-            run = run_job(llm, args, seed=0)
+            run = run_job(llm, args, MAX_NUM_SEQS if name == "warm-up" else args.num_requests)
             if name != "warm-up":
                 result[name] = run.figures()
                 print(f"  {name:8} {result[name]}", flush=True)
@@ -195,13 +194,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["qwen3-0.6b", "qwen3-8b"])
     parser.add_argument("--model", help="directory or .gguf file, instead of shapes")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--offload-gb", type=float, default=8.0)
+    parser.add_argument("--offload-gb", type=float, default=12.0)
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--num-prefixes", type=int, default=24)
+    parser.add_argument("--num-prefixes", type=int, default=32)
     parser.add_argument("--prefix-len", type=int, default=2048)
-    parser.add_argument("--num-requests", type=int, default=192)
+    parser.add_argument("--num-requests", type=int, default=160)
     parser.add_argument("--num-own", type=int, default=64)
-    parser.add_argument("--num-output", type=int, default=64)
+    parser.add_argument("--num-output", type=int, default=48)
     args = parser.parse_args()
     own_blocks = 1 - (-(args.num_own + args.num_output) // args.block_size)
     args.num_blocks = args.num_prefixes // 2 * (args.prefix_len // args.block_size) + MAX_NUM_SEQS * own_blocks

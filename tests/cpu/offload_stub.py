@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.engine.batch import PackedBatch, pack
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.host_cache import BlockCopies, HostCache
 from nanovllm.engine.scheduler import ScheduledBatch
 from tests.cpu.policies import StubDevice, StubEngine
@@ -124,9 +123,11 @@ class OffloadEngine(StubEngine):
         devices = [self.device, StubDevice(self.manager.num_blocks, block_size, slots)]
         self.ranks = [OffloadRank(device, num_slots) for device in devices]
         self.copies: list[BlockCopies] = []
+        self._has_failed = False
 
     def fail(self) -> None:
         super().fail()
+        self._has_failed = True
         for rank in self.ranks:
             rank.sums = [-1] * len(rank.sums)
             rank.device.kv_rows[:] = rank.sums
@@ -141,6 +142,10 @@ class OffloadEngine(StubEngine):
         if copies is not None:
             self.copies.append(copies)
             assert max(len(copies.loads), len(copies.saves)) <= self.host_cache.max_copies
+            loads_finished, saves_finished = self.ranks[0].finished()
+            is_late = copies.loads_done > loads_finished or copies.saves_done > saves_finished
+            assert self._has_failed or not is_late, "the first rank has to wait for a copy"
+            self._has_failed = False
             for rank in self.ranks:
                 rank.begin(copies)
 
@@ -154,11 +159,3 @@ class OffloadEngine(StubEngine):
                 assert history == expected, f"sequence {seq.seq_id} attends to {history}, but consists of {expected}"
                 assert history_sums == checksums(expected, seq.cache_salt), f"sequence {seq.seq_id} has a stale prefix"
         return sampled
-
-
-def blocks_of(manager: BlockManager, kind: str) -> int:
-    """How many blocks are "published" or "free"."""
-    return {
-        "published": sum(block.content_id != 0 for block in manager.blocks),
-        "free": manager.num_free_blocks,
-    }[kind]
