@@ -20,7 +20,7 @@ def test_defaults() -> None:
     assert (config.gpu_memory_utilization, config.tensor_parallel_size, config.enforce_eager) == (0.9, 1, False)
     assert (config.kvcache_block_size, config.num_kvcache_blocks) == (None, None)
     assert (config.device, config.dtype, config.attention_backend, config.load_format) == ("auto",) * 4
-    assert config.enable_prefix_caching is True and config.seed is None
+    assert config.enable_prefix_caching is True and config.kv_offload_gb == 0 and config.seed is None
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,7 @@ def test_defaults() -> None:
         "attention_backend": ["auto", "sdpa"],
         "load_format": ["auto", "dummy"],
         "enable_prefix_caching": [True, False],
+        "kv_offload_gb": [0, 0.0, 0.25, 64, np.float32(1.5)],
         "seed": [None, 0, 2**64 - 1, np.int64(5)],
     }.items(),
 )
@@ -62,6 +63,7 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "num_kvcache_blocks": [0, -1],
         "dtype": ["fp32", "", "int8", "Float32"],
         "load_format": ["pt", ""],
+        "kv_offload_gb": [-1, -0.001, NAN, INF, -INF],
         "seed": [-1],
     }.items(),
 )
@@ -89,6 +91,7 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "attention_backend": [None, 0, ["sdpa"]],
         "load_format": [None, 0],
         "enable_prefix_caching": [0, 1, None, "no"],
+        "kv_offload_gb": [True, "8", None, [8]],
         "seed": [True, 1.0, "1"],
     }.items(),
 )
