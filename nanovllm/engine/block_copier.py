@@ -1,5 +1,6 @@
 """Copies KV blocks between a device's cache and host memory, as a `HostCache` has decided."""
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -8,9 +9,11 @@ from contextlib import suppress
 import torch
 
 from nanovllm.engine.child_process import interrupts_put_off
-from nanovllm.engine.host_cache import BlockCopies
+from nanovllm.engine.host_cache import BlockCopies, min_blocks_worth_copying
 
-_BLOCKS_TIMED = 8
+logger = logging.getLogger(__name__)
+
+_BLOCKS_TIMED = 8  # for their rate
 
 
 def make_copier(kv_cache: torch.Tensor, num_bytes: int) -> "BlockCopier":
@@ -39,10 +42,12 @@ class BlockCopier:
     """Copies at once, as a CPU does."""
 
     def __init__(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
-        """`blocks` [num_blocks, ...] is a view of the KV cache, `host` [num_slots, ...] of the same dtype."""
+        """`blocks` [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] is a view of the KV cache, `host`
+        [num_slots, ...] has the same dtype."""
         self._blocks, self._host = blocks, host
         self.num_slots = len(host)
         self.block_bytes = host[0].numel() * host.element_size()
+        self.block_size = host.shape[3]  # tokens
         self._ticket = 0
 
     @torch.inference_mode()
@@ -161,20 +166,38 @@ class StreamCopier(BlockCopier):
         del self._loads, self._saves
         super().close()
 
-    def measure_loads(self) -> tuple[float, float]:
-        """Seconds that a load takes beside those for its blocks, and seconds for each of them; before the first copies,
-        whose tickets begin at 1, and into block 0."""
 
-        def seconds(num_blocks: int) -> float:
-            started = time.perf_counter()
-            self.begin(BlockCopies(0, 0, 0, [(0, 0)] * num_blocks, []))
-            self.wait()
-            return time.perf_counter() - started
+def find_crossover(copier: BlockCopier, seconds_a_token: float) -> int | None:
+    """Times loads, before the first copies, and logs how they compare with computing; see `min_blocks_worth_copying`.
 
-        seconds(1)
-        one, several = (min(seconds(count) for _ in range(3)) for count in (1, 1 + _BLOCKS_TIMED))
-        a_block = (several - one) / _BLOCKS_TIMED
-        return max(0.0, one - a_block), a_block
+    Args:
+        seconds_a_token: what computing takes.
+    """
+
+    def seconds(num_blocks: int) -> float:
+        started = time.perf_counter()
+        copier.begin(BlockCopies(0, 0, 0, [(0, 0)] * num_blocks, []))
+        copier.wait()
+        return time.perf_counter() - started
+
+    seconds(1)
+    one, several = (min(seconds(count) for _ in range(3)) for count in (1, 1 + _BLOCKS_TIMED))
+    copy_seconds = (several - one) / _BLOCKS_TIMED
+    latency = max(0.0, one - copy_seconds)
+    compute_seconds = seconds_a_token * copier.block_size
+    logger.info(
+        "KV offload: %.1f GB/s to the device, %.0f tokens/s and %.0f us a copy; computing makes %.0f tokens/s",
+        copier.block_bytes / 1e9 / copy_seconds,
+        copier.block_size / copy_seconds,
+        1e6 * latency,
+        1 / seconds_a_token,
+    )
+    num_blocks = min_blocks_worth_copying(latency, copy_seconds, compute_seconds)
+    if num_blocks is None:
+        logger.warning("kv_offload_gb is of no use here: no number of blocks is copied faster than computed")
+    else:
+        logger.info("KV offload: prefixes are copied from %d tokens on", num_blocks * copier.block_size)
+    return num_blocks
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> None:

@@ -83,7 +83,6 @@ class HostCache:
         self.lookahead = max(1, min(2 * max_copies, num_slots // 4))
         self.num_saved_blocks = self.num_loaded_blocks = self.num_loaded_tokens = 0
         self._ticket = 0  # of the last copies begun
-        self._told = (0, 0)  # what the ranks know to be finished
         self._num_at_once = max_copies  # saves that are begun before a step
         self.reset()
 
@@ -97,6 +96,7 @@ class HostCache:
         self._last_load = 0  # ticket
         self._announced: dict[Key, int] = {}
         self._loads_done = self._saves_done = self._ticket
+        self._told = (-1, -1)  # what the ranks know to be finished
 
     def find(self, parent_content_id: int, token_bytes: bytes) -> HostBlock | None:
         return self._kept.get((parent_content_id, token_bytes))

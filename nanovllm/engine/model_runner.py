@@ -16,11 +16,11 @@ from nanovllm import kernels
 from nanovllm.attention import select_backends
 from nanovllm.config import Config
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
-from nanovllm.engine.block_copier import BlockCopier, StreamCopier, make_copier
+from nanovllm.engine.block_copier import BlockCopier, find_crossover, make_copier
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.extra_sampler import ExtraSampler
 from nanovllm.engine.extras import PackedExtras
-from nanovllm.engine.host_cache import BlockCopies, min_blocks_worth_copying
+from nanovllm.engine.host_cache import BlockCopies
 from nanovllm.engine.memory import cpu_kv_cache_bytes, host_cache_bytes, kv_cache_bytes
 from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.step_handle import StepHandle
@@ -130,30 +130,12 @@ class ModelRunner:
         self.num_host_blocks = 0
         self.min_load_blocks: int | None = None
         self._copier: BlockCopier | None = None
-        if not self.config.kv_offload_gb:
-            return
-        self._copier = make_copier(self.kv_cache, self._host_cache_bytes)
-        self.num_host_blocks = self._agree(self._copier.num_slots)
-        self.min_load_blocks = 1
-        if isinstance(self._copier, StreamCopier):
-            latency, copy_seconds = self._copier.measure_loads()
-            compute_seconds = self._measure_prefill() * self.block_size
-            self.min_load_blocks = min_blocks_worth_copying(latency, copy_seconds, compute_seconds)
-            logger.info(
-                "KV offload: a block of %d tokens is copied in %.0f us (%.1f GB/s), beside %.0f us a copy, and "
-                "computed in %.0f us (%.0f tokens/s)",
-                self.block_size,
-                1e6 * copy_seconds,
-                self._copier.block_bytes / 1e9 / copy_seconds,
-                1e6 * latency,
-                1e6 * compute_seconds,
-                self.block_size / compute_seconds,
-            )
-        if self.min_load_blocks is None:
-            logger.warning("kv_offload_gb is of no use here: no number of blocks is copied faster than computed")
-            return
-        num_tokens = self.min_load_blocks * self.block_size
-        logger.info("KV offload: %d blocks, copied back from %d tokens on", self.num_host_blocks, num_tokens)
+        if self.config.kv_offload_gb:
+            self._copier = make_copier(self.kv_cache, self._host_cache_bytes)
+            self.num_host_blocks = self._agree(self._copier.num_slots)
+            is_cpu = self.device.type == "cpu"
+            self.min_load_blocks = 1 if is_cpu else find_crossover(self._copier, self._measure_prefill())
+            logger.info("KV offload: %d blocks of %d tokens in host memory", self.num_host_blocks, self.block_size)
 
     @property
     def is_lost(self) -> bool:

@@ -25,7 +25,7 @@ from nanovllm.engine.host_cache import BlockCopies, HostCache, max_copies_a_step
 from nanovllm.engine.memory import GIB, host_cache_bytes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step_memory import StepLimits, StepMemory
-from tests.checkpoints import VOCAB_SIZE, random_prompts
+from tests.checkpoints import random_prompts
 from tests.cpu import test_soak as soak
 from tests.cpu.offload_stub import OffloadEngine
 from tests.cpu.test_scheduler import REAL_HASH, SchedulerMachine
@@ -611,8 +611,64 @@ def test_step_memory_holds_the_most_copies() -> None:
         assert memory_of_steps.read_copies() == copies
 
 
-def test_figures_are_logged(random_llama: Any, make_llm: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_size_is_logged(random_llama: Any, make_llm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """2 layers * 2 * 8 tokens * 2 heads * 16 floats are 4096 bytes a block."""
     with caplog.at_level(logging.INFO):
         make_llm(random_llama[0], kv_offload_gb=0.01, **TINY)
-    assert "KV offload: 2621 blocks, copied back from 8 tokens on" in caplog.text
-    assert VOCAB_SIZE == 320  # 2 layers * 2 * 8 tokens * 2 heads * 16 floats: 4096 bytes a block
+    assert "KV offload: 2621 blocks of 8 tokens in host memory" in caplog.text
+
+
+class SlowCopier(block_copier.BlockCopier):
+    """Takes 1 ms a copy and 0.5 ms a block by its own clock."""
+
+    now = 0.0
+
+    def begin(self, copies: BlockCopies) -> None:
+        super().begin(copies)
+        self.now += 1e-3 + 0.5e-3 * len(copies.loads)
+
+
+@pytest.mark.parametrize(("tokens_a_second", "expected"), [(10_000, 4), (13_000, 9), (16_001, None)])
+def test_crossover_is_measured(
+    tokens_a_second: int, expected: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks of 8 tokens: 16,000 tokens/s by copy. The log has both rates, and what follows from them."""
+    copier = SlowCopier(torch.zeros(2, 1, 2, 8, 1, 4), torch.zeros(2, 1, 2, 8, 1, 4))
+    monkeypatch.setattr(block_copier.time, "perf_counter", lambda: copier.now)
+    with caplog.at_level(logging.INFO):
+        assert block_copier.find_crossover(copier, 1 / tokens_a_second) == expected
+    assert f"16000 tokens/s and 1000 us a copy; computing makes {tokens_a_second} tokens/s" in caplog.text
+    assert ("of no use" if expected is None else f"copied from {8 * expected} tokens on") in caplog.text
+
+
+def test_scores(random_llama: Any, make_llm: Any, big: LLM) -> None:
+    prompts, continuations = zip(*((prompt[:60], prompt[60:]) for prompt in job()), strict=True)
+    llm = make_llm(random_llama[0], kv_offload_gb=0.01, **TINY)
+    ours, theirs = (engine.score(prompts, continuations, use_tqdm=False) for engine in (llm, big))
+    for score, other in zip(ours, theirs, strict=True):
+        assert score["token_ids"] == other["token_ids"]
+        assert score["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+    assert llm.host_cache.num_loaded_blocks > 40
+
+
+def test_constraints_over_ranks(byte_llama: Path, make_llm: Any, drive: Any) -> None:
+    """Copies begin between the sampling of the step before, which waits for its masks, and the next step."""
+    pytest.importorskip("llguidance")
+    rng = random.Random(1)
+    heads = ["".join(rng.choice("abcdefgh") for _ in range(64)) for _ in range(6)]
+    prompts = [rng.choice(heads) + str(index) for index in range(40)]
+    params = SamplingParams(regex="[a-f]{3}-[0-9]{5,30}!", max_tokens=12, temperature=1.0, seed=3)
+    expected, _ = drive(make_llm(byte_llama, kvcache_block_size=8, num_kvcache_blocks=800), prompts, params)
+    llm = make_llm(byte_llama, kv_offload_gb=0.01, tensor_parallel_size=2, **TINY)
+    outputs, _ = drive(llm, prompts, params)
+    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
+    assert llm.host_cache.num_loaded_blocks > 40
+
+
+def test_replicas(random_llama: Any, big: LLM) -> None:
+    """Each has its own memory."""
+    prompts = job()
+    expected = [output["token_ids"] for output in big.generate(prompts, GREEDY, use_tqdm=False)]
+    with LLM(str(random_llama[0]), device="cpu", data_parallel_size=2, kv_offload_gb=0.01, **TINY) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == expected

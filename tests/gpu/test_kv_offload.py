@@ -44,7 +44,7 @@ def token_ids(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def worth_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes its blocks faster than they are copied: here they are copied all the same."""
-    monkeypatch.setattr("nanovllm.engine.model_runner.min_blocks_worth_copying", lambda *figures: 1)
+    monkeypatch.setattr("nanovllm.engine.block_copier.min_blocks_worth_copying", lambda *figures: 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}])
