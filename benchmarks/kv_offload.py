@@ -163,9 +163,10 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
         result: dict[str, Any] = {"startup_s": round(time.perf_counter() - started, 2)}
         result |= {"pool_blocks": args.num_blocks, "host_blocks": llm.runner.num_host_blocks}
         result |= measure_copies(llm)
-        # Also where the engine finds that it computes faster: copies leave the GPU to others.
-        llm.runner.min_load_blocks = llm.runner.min_load_blocks or 1
-        host = llm._make_host_cache()
+        if llm.host_cache is None:  # it computes faster than it copies; but a copy leaves the GPU to others
+            llm.runner.min_load_blocks = 1
+            llm.host_cache = llm._make_host_cache()
+        host = llm.host_cache
         for name in ("warm-up", "without", "with"):
             # The same engine without and with its second level.
             llm.host_cache = llm.block_manager.host_cache = host if name == "with" else None

@@ -5,7 +5,6 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 import xxhash
 
@@ -154,8 +153,7 @@ class BlockManager:
         """The copies between device and host that are to begin before the step just scheduled, if there are any."""
         if self.host_cache is None:
             return None
-        head = islice(self.free_block_ids, self.host_cache.lookahead)
-        return self.host_cache.begin(self.blocks[block_id] for block_id in head)
+        return self.host_cache.begin(self.blocks, self.free_block_ids)
 
     def num_shared_blocks(self, seq: Sequence) -> int:
         """Leading blocks of a sequence's table that others hold too: freeing it would not free them.
@@ -268,6 +266,8 @@ class BlockManager:
         else:
             block.content_id = self._next_content_id
             self._next_content_id += 1
+            if host is not None:
+                host.published(block)
         self.hash_to_block_id[block_hash] = block.block_id
 
     def _clear_content(self, block: Block) -> None:

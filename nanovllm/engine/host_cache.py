@@ -6,6 +6,7 @@ Policy only: no tensors. What is decided here, `block_copier.py` does on each ra
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,11 +53,14 @@ class HostCache:
     """Decides which contents are saved, kept and loaded; the `BlockManager` that owns it says what happens to blocks.
 
     Saving: before a step, some of the next blocks to be reused are copied in the background, if their content is not
-    kept yet. Nothing waits for it. A block that is needed before its copy is finished is reused all the same; its save
-    is given up there and then, so that what the copy leaves in the slot never counts as that content. The slot can be
-    given to another save at once, since a rank does its saves one after the other. Blocks that have the longest to go
-    are saved first, and fewer at a time once saves were given up: where copying is slower than blocks are reused, some
-    are saved in time rather than all too late.
+    kept yet. In a pool so full that few blocks are free, freed ones are reused at once: then contents are saved while
+    their sequences run, in the order in which they were published (unless the host holds no more than the pool: it
+    would be full of what the pool has, too). Nothing waits for a save. A block that is needed
+    before its copy is finished is reused all the same; its save is given up there and then, so that what the copy
+    leaves in the slot never counts as that content. The slot can be given to another save at once, since a rank does
+    its saves one after the other. Of the free blocks, those that have the longest to go are saved first, and fewer at
+    a time once saves were given up: where copying is slower than blocks are reused, some are saved in time rather than
+    all too late.
 
     Loading: a sequence that is admitted gets blocks for what the host has of its prefix, which are published at once,
     and waits (`Sequence.load_ticket`) until all loads into blocks of its table are finished, its own and others'. That
@@ -91,6 +95,8 @@ class HostCache:
         self._kept: OrderedDict[Key, HostBlock] = OrderedDict()  # the first goes first
         self._saving: dict[int, HostBlock] = {}  # by the device's block, in the order of their tickets
         self._free_slots = list(reversed(range(self.num_slots)))
+        self._unsaved: dict[int, int] = {}  # blocks published -> step before which they were; the oldest first
+        self._step = 0
         self._num_given_up: dict[int, int] = {}  # by ticket, of the saves under way
         self._loads: list[tuple[int, int]] = []  # to be begun before the next step
         self._last_load = 0  # ticket
@@ -135,8 +141,13 @@ class HostCache:
     def is_announced(self, parent_content_id: int, token_bytes: bytes) -> bool:
         return self.is_under_way(self._announced.get((parent_content_id, token_bytes), 0))
 
+    def published(self, block: "Block") -> None:
+        """A content is published that the host doesn't have; it is computed by the next step at the latest."""
+        self._unsaved[block.block_id] = self._step
+
     def evicted(self, block: "Block") -> None:
         """The device gives up a block's content."""
+        self._unsaved.pop(block.block_id, None)
         if (unfinished := self._saving.pop(block.block_id, None)) is not None:
             self._free_slots.append(unfinished.slot)
             self._num_given_up[unfinished.save_ticket] += 1
@@ -152,14 +163,18 @@ class HostCache:
             self._saves_done = saves_done
             self._keep_saved()
 
-    def begin(self, next_reused: "Iterable[Block]") -> BlockCopies | None:
-        """The copies to begin now; None if there are none, and nothing has finished since the last.
+    def begin(self, blocks: "list[Block]", free_block_ids: Iterable[int]) -> BlockCopies | None:
+        """The copies to begin before the step just scheduled; None if there are none, and nothing has finished since
+        the last.
 
         Args:
-            next_reused: free blocks in the order in which they will be reused.
+            blocks: the device's.
+            free_block_ids: in the order in which they will be reused.
         """
         loads, self._loads = self._loads, []
-        saves = self._begin_saves(next_reused) if len(self._num_given_up) < _MAX_SAVES_UNDER_WAY else []
+        is_idle = len(self._num_given_up) < _MAX_SAVES_UNDER_WAY
+        saves = self._begin_saves(blocks, list(islice(free_block_ids, self.lookahead))) if is_idle else []
+        self._step += 1
         done = (self._loads_done, self._saves_done)
         if not loads and not saves and done == self._told:
             return None
@@ -184,22 +199,29 @@ class HostCache:
             if same is not None and same.content_id != block.content_id:
                 raise RuntimeError(f"{block} and {same}: one content under two identities")
 
-    def _begin_saves(self, next_reused: "Iterable[Block]") -> list[tuple[int, int]]:
+    def _begin_saves(self, blocks: "list[Block]", next_reused: list[int]) -> list[tuple[int, int]]:
         saves: list[tuple[int, int]] = []
+        candidates: Iterable[int] = reversed(next_reused)
+        if len(next_reused) < self.lookahead and self.num_slots > len(blocks):
+            # What was published for the step that is about to be launched isn't computed when the saves begin.
+            computed = takewhile(lambda block_id: self._unsaved[block_id] < self._step, self._unsaved)
+            candidates = [*candidates, *islice(computed, self._num_at_once)]
         ticket = self._ticket + 1
-        for block in reversed(list(next_reused)):
+        for block_id in candidates:
             if len(saves) == self._num_at_once:
                 break
             # What is being loaded into a block is kept for as long.
+            block = blocks[block_id]
             is_kept = self.find(block.parent_content_id, block.token_bytes) is not None
-            if not block.content_id or is_kept or block.block_id in self._saving:
+            if not block.content_id or is_kept or block_id in self._saving:
                 continue
             slot = self._take_slot()
             if slot is None:
                 break
             host_block = HostBlock(slot, block.content_id, block.parent_content_id, block.token_bytes, ticket)
-            self._saving[block.block_id] = host_block
-            saves.append((block.block_id, slot))
+            self._saving[block_id] = host_block
+            self._unsaved.pop(block_id, None)
+            saves.append((block_id, slot))
         if saves:
             self._num_given_up[ticket] = 0
         return saves

@@ -20,7 +20,7 @@ from nanovllm.engine import block_copier, memory
 from nanovllm.engine import block_manager as block_manager_module
 from nanovllm.engine.admission import BlockForecast
 from nanovllm.engine.block_copier import make_copier
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.host_cache import BlockCopies, HostCache, max_copies_a_step, min_blocks_worth_copying
 from nanovllm.engine.memory import GIB, host_cache_bytes
 from nanovllm.engine.model_runner import ModelRunner
@@ -281,19 +281,21 @@ def test_a_block_is_reused_before_its_save_is_finished() -> None:
     assert engine.host_cache.num_loaded_blocks > 0
 
 
-def begin(host: HostCache, *next_reused: Any) -> BlockCopies:
-    copies = host.begin(next_reused)
+def begin(manager: BlockManager, *next_reused: Block) -> BlockCopies:
+    assert manager.host_cache is not None
+    copies = manager.host_cache.begin(manager.blocks, [block.block_id for block in next_reused])
     assert copies is not None
     return copies
 
 
 def test_a_slot_is_not_reused_while_it_is_loaded_from() -> None:
     host = HostCache(4, max_copies=4)
+    host.lookahead = 4
     manager = BlockManager(8, BLOCK_SIZE, host_cache=host)
     blocks = manager.blocks[:4]
     for block in blocks:
         block.content_id, block.token_bytes = block.block_id + 1, bytes([block.block_id])
-    copies = begin(host, *blocks)
+    copies = begin(manager, *blocks)
     assert len(copies.saves) == 4
     host.finish(0, copies.ticket)
     for block in blocks:
@@ -302,10 +304,10 @@ def test_a_slot_is_not_reused_while_it_is_loaded_from() -> None:
         ticket = host.load(kept, 4 + block.block_id)
     new = manager.blocks[4]
     new.content_id, new.token_bytes = 99, b"new"
-    copies = begin(host, new)
+    copies = begin(manager, new)
     assert len(copies.loads) == 4 and not copies.saves
     host.finish(ticket, 0)
-    assert len(begin(host, new).saves) == 1
+    assert len(begin(manager, new).saves) == 1
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -315,10 +317,10 @@ def test_the_least_recently_used_goes_first() -> None:
     for block in manager.blocks:
         block.content_id, block.token_bytes = block.block_id + 1, bytes([block.block_id])
     first, second, third = manager.blocks
-    host.finish(0, begin(host, second).ticket)
-    host.finish(0, begin(host, first).ticket)
+    host.finish(0, begin(manager, second).ticket)
+    host.finish(0, begin(manager, first).ticket)
     host.evicted(second)
-    assert len(begin(host, third).saves) == 1
+    assert len(begin(manager, third).saves) == 1
     assert host.find(0, second.token_bytes) is not None and host.find(0, first.token_bytes) is None
 
 
@@ -330,6 +332,28 @@ def test_a_small_cache_does_not_copy_for_ever() -> None:
     num_saved = engine.host_cache.num_saved_blocks
     complete(engine, [5], max_tokens=BLOCK_SIZE - 1)
     assert engine.host_cache.num_saved_blocks <= num_saved + 3
+
+
+def test_a_full_pool_is_saved_ahead() -> None:
+    """Where what is freed is reused at once, it has to be saved before."""
+    engine = make_engine(num_blocks=8)
+    seq = engine.add(prompt(0, 6, 7), max_tokens=4)
+    for _ in range(4):
+        engine.step()
+    assert not seq.is_finished and engine.host_cache.num_saved_blocks == 6
+    later = engine.add(prompt(1, 7, 7), max_tokens=1)  # waits for all blocks, and takes them in one step
+    engine.run()
+    assert later.is_finished
+    (again,) = complete(engine, prompt(0, 6, 8))
+    assert again.num_cached_tokens == 6 * BLOCK_SIZE
+
+
+def test_a_large_pool_is_not_saved_ahead() -> None:
+    """As long as there are free blocks, what runs is not copied."""
+    engine = make_engine(num_blocks=100)
+    engine.add(prompt(0, 6, 7), max_tokens=4)
+    engine.run()
+    assert not engine.copies or not any(copies.saves for copies in engine.copies)
 
 
 def test_reset() -> None:
