@@ -194,6 +194,14 @@ class HostCache:
         for block_id, host_block in self._saving.items():
             if by_id[block_id].content_id != host_block.content_id:
                 raise RuntimeError(f"{by_id[block_id]} is saved as {host_block}")
+        for block_id in self._unsaved:
+            block = by_id[block_id]
+            if (
+                not block.content_id
+                or block_id in self._saving
+                or self.find(block.parent_content_id, block.token_bytes)
+            ):
+                raise RuntimeError(f"{block} has nothing to save")
         for block in by_id.values():
             same = self.find(block.parent_content_id, block.token_bytes) if block.content_id else None
             if same is not None and same.content_id != block.content_id:

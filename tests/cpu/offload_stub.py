@@ -133,9 +133,12 @@ class OffloadEngine(StubEngine):
             rank.device.kv_rows[:] = rank.sums
 
     def _finish_copies(self) -> None:
+        self._progress()
+        self.host_cache.finish(*self.ranks[0].finished())
+
+    def _progress(self) -> None:
         self.ranks[0].progress(*(int(self._random.expovariate(1) * self.speed + 0.5) for _ in range(2)))
         self.ranks[1].progress(self._random.random() < 0.2, self._random.random() < 0.2)
-        self.host_cache.finish(*self.ranks[0].finished())
 
     def _begin_copies(self) -> None:
         copies = self.manager.begin_copies()
@@ -148,6 +151,8 @@ class OffloadEngine(StubEngine):
             self._has_failed = False
             for rank in self.ranks:
                 rank.begin(copies)
+            if self._random.random() < 0.5:
+                self._progress()  # before the step is launched
 
     def _run(self, batch: ScheduledBatch) -> list[int]:
         salts = [seq.cache_salt for seq in batch.sequences]

@@ -350,7 +350,7 @@ def test_a_full_pool_is_saved_ahead() -> None:
 
 def test_a_large_pool_is_not_saved_ahead() -> None:
     """As long as there are free blocks, what runs is not copied."""
-    engine = make_engine(num_blocks=100)
+    engine = make_engine(num_blocks=200, num_slots=400)
     engine.add(prompt(0, 6, 7), max_tokens=4)
     engine.run()
     assert not engine.copies or not any(copies.saves for copies in engine.copies)
@@ -383,6 +383,10 @@ def use_slot_twice(host: HostCache) -> None:
     first.slot = second.slot
 
 
+def forget_eviction(host: HostCache) -> None:
+    host._unsaved[7] = 0
+
+
 def change_key(host: HostCache) -> None:
     key, value = host._kept.popitem()
     host._kept[key[0], b"other"] = value
@@ -393,7 +397,7 @@ def change_identity(host: HostCache) -> None:
         value.content_id += 1000
 
 
-@pytest.mark.parametrize("corrupt", [lose_slot, use_slot_twice, change_key, change_identity])
+@pytest.mark.parametrize("corrupt", [lose_slot, use_slot_twice, forget_eviction, change_key, change_identity])
 def test_integrity_check_sees(corrupt: Callable[[HostCache], None]) -> None:
     engine = make_engine()
     fill_and_evict(engine)
