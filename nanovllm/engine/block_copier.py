@@ -182,7 +182,7 @@ def find_crossover(copier: BlockCopier, seconds_a_token: float) -> int | None:
 
     seconds(1)
     one, several = (min(seconds(count) for _ in range(3)) for count in (1, 1 + _BLOCKS_TIMED))
-    copy_seconds = (several - one) / _BLOCKS_TIMED
+    copy_seconds = max(1e-9, (several - one) / _BLOCKS_TIMED)
     latency = max(0.0, one - copy_seconds)
     compute_seconds = seconds_a_token * copier.block_size
     logger.info(
@@ -192,12 +192,7 @@ def find_crossover(copier: BlockCopier, seconds_a_token: float) -> int | None:
         1e6 * latency,
         1 / seconds_a_token,
     )
-    num_blocks = min_blocks_worth_copying(latency, copy_seconds, compute_seconds)
-    if num_blocks is None:
-        logger.warning("kv_offload_gb is of no use here: no number of blocks is copied faster than computed")
-    else:
-        logger.info("KV offload: prefixes are copied from %d tokens on", num_blocks * copier.block_size)
-    return num_blocks
+    return min_blocks_worth_copying(latency, copy_seconds, compute_seconds)
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> None:

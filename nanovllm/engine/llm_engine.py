@@ -89,8 +89,13 @@ class LLMEngine:
 
     def _make_host_cache(self) -> HostCache | None:
         runner, config = self.runner, self.config
-        if runner.min_load_blocks is None:
+        if not runner.num_host_blocks:
             return None
+        if runner.min_load_blocks is None:
+            logger.warning("kv_offload_gb is of no use here: no number of blocks is copied faster than computed")
+            return None
+        num_tokens = runner.min_load_blocks * runner.block_size
+        logger.info("KV offload: %d blocks; prefixes are copied from %d tokens on", runner.num_host_blocks, num_tokens)
         max_copies = max_copies_a_step(config.max_num_batched_tokens, self.max_model_len, runner.block_size)
         return HostCache(runner.num_host_blocks, max_copies=max_copies, min_load_blocks=runner.min_load_blocks)
 

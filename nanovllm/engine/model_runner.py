@@ -135,7 +135,6 @@ class ModelRunner:
             self.num_host_blocks = self._agree(self._copier.num_slots)
             is_cpu = self.device.type == "cpu"
             self.min_load_blocks = 1 if is_cpu else find_crossover(self._copier, self._measure_prefill())
-            logger.info("KV offload: %d blocks of %d tokens in host memory", self.num_host_blocks, self.block_size)
 
     @property
     def is_lost(self) -> bool:
