@@ -38,6 +38,8 @@ class Config:
         schedule_policy: which waiting request starts next. "prefix" lets those go together that begin alike or like
             something cached, and bounds how often a request is overtaken; "fcfs" is first come first served. Where
             nothing is shared they are the same.
+        kv_offload_gb: GiB of host memory for KV blocks that the cache has to give up, which then come back by copy; it
+            is pinned if the device is a GPU. 0 is off. The ranks of an engine share it, each replica has its own.
         seed: of the requests that bring none; None draws from the operating system.
     """
 
@@ -57,6 +59,7 @@ class Config:
     load_format: str = "auto"
     enable_prefix_caching: bool = True
     schedule_policy: str = "prefix"
+    kv_offload_gb: float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +72,9 @@ class Config:
         for name in ("enforce_eager", "enable_prefix_caching"):
             check_bool(name, getattr(self, name))
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
+        check_number("kv_offload_gb", self.kv_offload_gb, 0.0)
+        if self.kv_offload_gb and not self.enable_prefix_caching:
+            raise ValueError(f"kv_offload_gb={self.kv_offload_gb} needs enable_prefix_caching, which is off")
         for name in ("model", "device", "dtype", "attention_backend", "load_format", "schedule_policy"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a string, got {getattr(self, name)!r}")

@@ -14,6 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.child_process import Failure, WorkerError
 from nanovllm.engine.feed import PromptFeed
 from nanovllm.engine.inputs import Prompt, RequestParams
+from nanovllm.engine.memory import host_cache_bytes
 from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
 from nanovllm.engine.placement import place_replicas
 from nanovllm.engine.progress import ProgressBar
@@ -33,6 +34,7 @@ class DataParallelLLM(LLM):
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = config = Config.from_kwargs(model, **kwargs)
         num_replicas, num_ranks = config.data_parallel_size, config.tensor_parallel_size
+        host_cache_bytes(config.kv_offload_gb, num_ranks, num_replicas)
         devices = place_replicas(config.device, num_replicas, num_ranks)
         checkpoint, spec = self._open_model()
         spec.head_share(Parallel(0, num_ranks))

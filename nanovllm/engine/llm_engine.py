@@ -12,6 +12,7 @@ from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.entrance import Entrance
 from nanovllm.engine.feed import PromptFeed
+from nanovllm.engine.host_cache import HostCache, max_copies_a_step
 from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
 from nanovllm.engine.launched_step import LaunchedStep, begin_masks, constrained_sequences
 from nanovllm.engine.output_text import OutputTexts
@@ -59,7 +60,9 @@ class LLMEngine:
         self.runner = make_runner(self.config, checkpoint, self.max_model_len, self._num_sampled_ids)
 
         num_blocks, block_size = self.runner.num_kv_blocks, self.runner.block_size
-        self.block_manager = BlockManager(num_blocks, block_size, self.config.enable_prefix_caching)
+        self.host_cache = self._make_host_cache()
+        caching = self.config.enable_prefix_caching
+        self.block_manager = BlockManager(num_blocks, block_size, caching, self.host_cache)
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=self.config.max_num_seqs,
@@ -90,6 +93,18 @@ class LLMEngine:
             logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
         self._num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
         return checkpoint, spec
+
+    def _make_host_cache(self) -> HostCache | None:
+        runner, config = self.runner, self.config
+        if not runner.num_host_blocks:
+            return None
+        if runner.min_load_blocks is None:
+            logger.warning("kv_offload_gb is of no use here: no number of blocks is copied faster than computed")
+            return None
+        num_tokens = runner.min_load_blocks * runner.block_size
+        logger.info("KV offload: %d blocks; prefixes are copied from %d tokens on", runner.num_host_blocks, num_tokens)
+        max_copies = max_copies_a_step(config.max_num_batched_tokens, self.max_model_len, runner.block_size)
+        return HostCache(runner.num_host_blocks, max_copies=max_copies, min_load_blocks=runner.min_load_blocks)
 
     def _make_way_in(self, spec: DecoderSpec, num_kv_tokens: int) -> None:
         """What checks prompts, and makes requests of them, under the limits of the model and the KV cache."""
@@ -275,20 +290,32 @@ class LLMEngine:
         with self._timed(), self._nothing_half_done():
             if self.entrance.num_held:
                 self._retire(self.entrance.open())
+            if self.host_cache is not None:
+                self.host_cache.finish(*self.runner.finished_copies())
             batch = self.scheduler.schedule()
             packed = pack(batch, self.block_manager.block_size, self._grouper) if batch.sequences else None
             previous = self._in_flight
             if previous is not None and previous.handle is None:
                 previous.handle = self.runner.sample(previous.take_masks())
+            copies = self.block_manager.begin_copies()
+            if copies is not None:
+                self.runner.copy_blocks(copies)
             launched = None
             if packed is not None:
                 launched = LaunchedStep(batch, constrained_sequences(batch, packed), self.runner.run(packed))
             self._in_flight = launched
             if launched is None and previous is None and self._unfinished:
-                if self.entrance.num_held < len(self._unfinished):
-                    raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
-                self.entrance.wait()
+                self._wait()
             return self._read(previous, batch)
+
+    def _wait(self) -> None:
+        """Nothing can be computed before the KV of some request is loaded, or its constraint compiled."""
+        if self.host_cache is not None and self.host_cache.is_loading:
+            self.runner.wait_for_loads()
+        elif self.entrance.num_held < len(self._unfinished):
+            raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
+        else:
+            self.entrance.wait()
 
     def _read(self, previous: LaunchedStep | None, batch: ScheduledBatch) -> StepOutput:
         """Takes over the tokens of the previous step, and reports them with the counts of the launched one."""

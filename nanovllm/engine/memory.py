@@ -7,6 +7,8 @@ GIB = 1 << 30
 # A CPU's KV cache takes at most this share of the machine's memory, and at most so many bytes.
 _CPU_SHARE = 0.25
 _CPU_MAX_BYTES = 4 * GIB
+# What is left of the machine's memory beside KV blocks that are kept in it: at least this share.
+_HOST_RESERVE = 0.1
 
 
 def kv_cache_bytes(
@@ -60,6 +62,24 @@ def cpu_kv_cache_bytes(max_useful: int, num_ranks: int = 1) -> int:
     return num_bytes // num_ranks
 
 
+def host_cache_bytes(gib: float, num_ranks: int, num_replicas: int) -> int:
+    """Bytes of host memory for each rank's KV blocks.
+
+    Args:
+        gib: `kv_offload_gb`, of one replica.
+
+    Raises:
+        ValueError: the machine has too little memory for all replicas; the message has the numbers.
+    """
+    wanted, total = gib * num_replicas * GIB, physical_memory()
+    if wanted > (1 - _HOST_RESERVE) * total:
+        raise ValueError(
+            f"kv_offload_gb={gib} with data_parallel_size={num_replicas} is {_gib(wanted)} of host memory, but of the "
+            f"machine's {_gib(total)} at most {_gib((1 - _HOST_RESERVE) * total)} can be had"
+        )
+    return int(gib * GIB) // num_ranks
+
+
 def physical_memory() -> int:
     """Bytes of main memory of this machine, or of this container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -73,5 +93,5 @@ def physical_memory() -> int:
     return total
 
 
-def _gib(num_bytes: int) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,10 +16,12 @@ from nanovllm import kernels
 from nanovllm.attention import select_backends
 from nanovllm.config import Config
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
+from nanovllm.engine.block_copier import BlockCopier, find_crossover, make_copier
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.extra_sampler import ExtraSampler
 from nanovllm.engine.extras import PackedExtras
-from nanovllm.engine.memory import cpu_kv_cache_bytes, kv_cache_bytes
+from nanovllm.engine.host_cache import BlockCopies
+from nanovllm.engine.memory import cpu_kv_cache_bytes, host_cache_bytes, kv_cache_bytes
 from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.prefix_groups import max_num_groups
 from nanovllm.engine.step_handle import StepHandle
@@ -69,6 +72,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.num_sampled_ids = num_sampled_ids
         self.parallel = parallel
+        self._host_cache_bytes = host_cache_bytes(config.kv_offload_gb, parallel.size, config.data_parallel_size)
         self.device = resolve_device(config.device, parallel.rank)
         if self.device.type == "cuda":
             if not kernels.are_installed():
@@ -115,6 +119,7 @@ class ModelRunner:
         self._bind_kv_cache(self.num_kv_blocks)
         if self._wants_graphs:
             self.graphs = self._capture(self._graph_batch_sizes)
+        self._prepare_offload()
         logger.info(
             "%s in %s on %s: KV cache of %d blocks of %d tokens",
             type(self.model).__name__,
@@ -123,6 +128,18 @@ class ModelRunner:
             self.num_kv_blocks,
             self.block_size,
         )
+
+    def _prepare_offload(self) -> None:
+        """The second level of the prefix cache: `num_host_blocks`, of which at least `min_load_blocks` at a time are
+        loaded; None if that is never of use."""
+        self.num_host_blocks = 0
+        self.min_load_blocks: int | None = None
+        self._copier: BlockCopier | None = None
+        if self.config.kv_offload_gb:
+            self._copier = make_copier(self.kv_cache, self._host_cache_bytes)
+            self.num_host_blocks = self._agree(self._copier.num_slots)
+            is_cpu = self.device.type == "cpu"
+            self.min_load_blocks = 1 if is_cpu else find_crossover(self._copier, self._measure_prefill())
 
     @property
     def is_lost(self) -> bool:
@@ -134,7 +151,30 @@ class ModelRunner:
         """Launches the forward pass and the sampling of a batch. Of one with constrained rows it launches everything up
         to the logits and returns None: `sample` has to follow before the next `run`."""
         with self._current_device():
-            return self._launch(batch)
+            handle = self._launch(batch)
+            self._flush_copies()
+            return handle
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Takes over copies between KV cache and host memory, to be begun beside the step that `run` launches next."""
+        assert self._copier is not None
+        with self._current_device():
+            self._copier.begin(copies)
+
+    def finished_copies(self) -> tuple[int, int]:
+        """The tickets up to which loads, and saves, are finished."""
+        assert self._copier is not None
+        return self._copier.finished()
+
+    def wait_for_loads(self) -> None:
+        """Waits for all loads from host memory."""
+        assert self._copier is not None
+        with self._current_device():
+            self._copier.wait()
+
+    def _flush_copies(self) -> None:
+        if self._copier is not None:
+            self._copier.flush()
 
     @torch.inference_mode()
     def sample(self, masks: Masks | None) -> StepHandle:
@@ -176,6 +216,9 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the device's memory at once, whoever still refers to the runner."""
         self.graphs = self._sample_rest = None
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
         for layer in self.model.attention_layers():
             layer.cache = None
         del self.model, self.kv_cache, self.last_tokens, self.extra_sampler
@@ -339,6 +382,19 @@ class ModelRunner:
             graphs = largest + shared + (num_graphs - 1) * max(self._graph_bytes(sizes[:1]), 0)
         self._release()
         return activations + shared + graphs + _MARGIN_BYTES
+
+    @torch.inference_mode()
+    def _measure_prefill(self) -> float:
+        """Seconds that a token of a large step takes. Long contexts take longer: this is the least that loads save."""
+        batch = self._largest_batch()
+        seconds = []
+        for _ in range(3):
+            torch.cuda.synchronize(self.device)
+            started = time.perf_counter()
+            self._launch(batch)
+            torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds) / len(batch.token_ids)
 
     def _graph_bytes(self, batch_sizes: list[int]) -> int:
         self._release()

@@ -97,11 +97,14 @@ class Scheduler:
     A step gives every decoding sequence its token first, then spends the rest of the budget on prompts that
     are under way, then on admissions. A sequence gets the blocks of its whole prompt when it is admitted, so
     only decoding can run out of blocks; then the youngest running sequence (the last admitted) is preempted: it
-    gives up its blocks, goes back to the head of the queue, and later recomputes prompt and output.
+    gives up its blocks, goes back to the head of the queue, and later recomputes prompt and output. What host memory
+    has kept of a prefix is loaded into blocks that its sequence gets when it is admitted; it is computed from when they
+    are loaded.
 
-    Nobody is admitted while the prompt of a running sequence is not scheduled to its end: at most one is under way,
-    the last admitted. So whoever is looked up in the prefix cache finds there all that the running sequences have in
-    common with it, and what several share is computed once.
+    Nobody is admitted while a prompt is not scheduled to its end, unless it waits for its loads: at most one is under
+    way, the last admitted. So whoever is looked up in the prefix cache finds there all that the running sequences have
+    in common with it, and what several share is computed once. Nor is anybody whose prompt goes on like one that waits
+    for its loads.
 
     `running` is in order of admission. Who is admitted next, `WaitingQueue` decides; first come first served
     ("fcfs"), that is the order of arrival, and everything waiting arrived after everything running.
@@ -233,6 +236,8 @@ class Scheduler:
             num_tokens, num_computed = len(seq.token_ids) + seq.num_in_flight, seq.num_computed_tokens
             if num_tokens - num_computed != 1 or not num_computed or num_tokens >= seq.max_total_tokens:
                 continue
+            if seq.load_ticket and self.block_manager.is_loading(seq):
+                continue
             if num_computed >= len(seq.block_table) * block_size and not self._append_block(batch, seq):
                 continue
             batch.add_token(seq)
@@ -240,7 +245,8 @@ class Scheduler:
                 self.block_manager.publish(seq)
 
     def _append_block(self, batch: ScheduledBatch, seq: Sequence) -> bool:
-        """Makes room for a decoding sequence's token; False if the sequence itself has been preempted for that."""
+        """Makes room for a decoding sequence's token. False if it can't be computed yet: the sequence itself has been
+        preempted for that, or got a block that is still being loaded for another, which has given it up."""
         while not self.block_manager.can_append(seq):
             # Oldest first, so the youngest is not in this batch yet. It can be the sequence itself.
             youngest = next(reversed(self.running.values()))
@@ -249,12 +255,12 @@ class Scheduler:
             if youngest is seq:
                 return False
         self.block_manager.append(seq)
-        return True
+        return not self.block_manager.is_loading(seq)
 
     def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
         for seq in self.running.values():
             num_left = seq.num_tokens - seq.num_computed_tokens
-            if budget and num_left and not seq.is_decoding:
+            if budget and num_left and not seq.is_decoding and not self.block_manager.is_loading(seq):
                 budget -= self._schedule_chunk(batch, seq, min(num_left, budget))
         return budget
 
@@ -268,13 +274,16 @@ class Scheduler:
                 break
             seq = self.waiting.choose()
             cached_block_ids = self.block_manager.find_cached_blocks(seq)
+            offloaded = self.block_manager.find_offloaded_blocks(seq, cached_block_ids)
+            if offloaded is None:
+                break
             if forecast is None:
                 forecast = BlockForecast(self.running.values(), self.estimator, self.block_manager)
             if not self._fits(seq, cached_block_ids, forecast):
                 self._await_room()
                 break
             self.waiting.take(seq)
-            self.block_manager.allocate(seq, cached_block_ids)
+            self.block_manager.allocate(seq, cached_block_ids, offloaded)
             seq.slot = self._free_slots.pop()
             seq.status = SequenceStatus.RUNNING
             self.running[seq.seq_id] = seq
@@ -282,7 +291,8 @@ class Scheduler:
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 batch.num_cached_tokens += seq.num_computed_tokens
-            budget -= self._schedule_chunk(batch, seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
+            if not self.block_manager.is_loading(seq):
+                budget -= self._schedule_chunk(batch, seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
 
     def _await_room(self) -> None:
         """After an admission has failed: the next is tried when some sequences have made room, not each time one has.

@@ -43,6 +43,7 @@ class Sequence:
         "grammar",
         "is_streamed",
         "last_content_id",
+        "load_ticket",
         "logprobs",
         "matcher",
         "max_total_tokens",
@@ -139,6 +140,7 @@ class Sequence:
 
         self.slot = -1  # row of the device's table of last sampled tokens; held while running
         self.block_table = array("i")
+        self.load_ticket = 0  # of the last load from host memory into one of them (see `HostCache`)
         self.num_published_blocks = 0  # leading blocks whose content the cache knows
         self.last_content_id = -cache_salt  # identity of the last of them; the root's is the negated salt
         self.block_hashes: list[int] = []  # chained hash of each full block of known tokens, filled on demand

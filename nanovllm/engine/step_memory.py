@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanovllm.engine.batch import PackedBatch
+from nanovllm.engine.host_cache import BlockCopies
 from nanovllm.engine.prefix_groups import MAX_CAPACITY, MAX_LEVELS, PrefixGroups, max_num_groups
 
 IntArray = npt.NDArray[np.int32]
@@ -28,15 +29,18 @@ _ARRAYS = (
 )
 _GROUP_ARRAYS = ("own_lens", "shared_lens", "places", "starts", "lens", "members")
 _HEADER_SIZE = 11
+_COPIES_HEADER_SIZE = 5
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step that a config allows: tokens, sequences, and blocks of a sequence."""
+    """The largest step that a config allows: tokens, sequences, blocks of a sequence, and loads and saves of blocks (so
+    many each)."""
 
     num_tokens: int
     num_seqs: int
     table_width: int
+    num_copies: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -45,11 +49,12 @@ class StepLimits:
         per_seq = 5 + self.table_width + 2 + MAX_LEVELS
         per_group = 2 + MAX_CAPACITY  # starts, lens, members
         num_values = self.num_tokens * per_token + self.num_seqs * per_seq + max_num_groups(self.num_seqs) * per_group
-        return 4 * (_HEADER_SIZE + 1 + num_values)
+        return 4 * max(_HEADER_SIZE + 1 + num_values, _COPIES_HEADER_SIZE + 4 * self.num_copies)
 
 
 class StepMemory:
-    """One step's arrays. Rank 0 writes them; the others copy them before rank 0 may write again.
+    """One step's arrays, or the copies of blocks that begin before one. Rank 0 writes them; the others copy them before
+    rank 0 may write again.
 
     The memory is a file without a name, which other processes inherit: nothing is left of it when the last process
     that has it open ends, however it ends. What no step has used takes no room.
@@ -120,6 +125,20 @@ class StepMemory:
             groups=PrefixGroups(*arrays[len(_ARRAYS) : -1]),
         )
         return batch, None if is_plain else arrays[-1]
+
+    def write_copies(self, copies: BlockCopies) -> None:
+        """Tickets are 32 bits wide: enough for years of steps."""
+        pairs = np.array([*copies.loads, *copies.saves], dtype=np.int32)
+        header = (copies.ticket, copies.loads_done, copies.saves_done, len(copies.loads), len(copies.saves))
+        self._values[:_COPIES_HEADER_SIZE] = header
+        self._values[_COPIES_HEADER_SIZE : _COPIES_HEADER_SIZE + pairs.size] = pairs.ravel()
+
+    def read_copies(self) -> BlockCopies:
+        header = [int(value) for value in self._values[:_COPIES_HEADER_SIZE]]
+        ticket, loads_done, saves_done, num_loads, num_saves = header
+        values = self._values[_COPIES_HEADER_SIZE:][: 2 * (num_loads + num_saves)].tolist()
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        return BlockCopies(ticket, loads_done, saves_done, pairs[:num_loads], pairs[num_loads:])
 
 
 def _no_sampling(num_sampled: int) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float32]]:

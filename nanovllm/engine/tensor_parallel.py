@@ -12,12 +12,13 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
 from nanovllm.engine.child_process import interrupts_put_off
+from nanovllm.engine.host_cache import BlockCopies, max_copies_a_step
 from nanovllm.engine.model_runner import Masks, ModelRunner
 from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.engine.step_tensors import StepTensors
-from nanovllm.engine.worker import WorkerSetup
+from nanovllm.engine.worker import COPIES, STEP, WorkerSetup
 from nanovllm.engine.workers import STEP_TIMEOUT_SECONDS, Workers
 from nanovllm.layers.parallel import SINGLE, ExchangeError, Parallel, connect, make_store
 from nanovllm.models import resolve_architecture
@@ -47,10 +48,12 @@ class TensorParallelRunner(ModelRunner):
         size = config.tensor_parallel_size
         resolve_architecture(checkpoint.config)[1].head_share(Parallel(0, size))
         resolve_device(config.device, size - 1)
+        min_block_size = config.kvcache_block_size or 1
         limits = StepLimits(
             num_tokens=config.max_num_batched_tokens,
             num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
-            table_width=-(-max_model_len // (config.kvcache_block_size or 1)),
+            table_width=-(-max_model_len // min_block_size),
+            num_copies=max_copies_a_step(config.max_num_batched_tokens, max_model_len, min_block_size),
         )
         # Tokens that the others wait for in the step that is being launched; None while it is not known.
         self._num_awaited: int | None = None
@@ -89,7 +92,7 @@ class TensorParallelRunner(ModelRunner):
             self._workers.settle()
             self._release_others()  # from a step that was given up before it sampled
             self._memory.write(batch)
-            self._workers.tell(True)
+            self._workers.tell(STEP)
             self._num_awaited = None
             with self._completing():
                 return self._watch(super().run(batch))
@@ -98,6 +101,15 @@ class TensorParallelRunner(ModelRunner):
         """Raises WorkerError if a rank is lost."""
         with interrupts_put_off(), self._completing():
             return self._watch(super().sample(masks))
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Raises WorkerError if a rank is lost."""
+        with interrupts_put_off(), self._completing():
+            self._workers.settle()
+            self._release_others()
+            self._memory.write_copies(copies)
+            self._workers.tell(COPIES)
+            super().copy_blocks(copies)
 
     def close(self) -> None:
         """Ends the other ranks, too."""

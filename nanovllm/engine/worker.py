@@ -23,6 +23,8 @@ from nanovllm.utils.checkpoint import open_checkpoint
 
 # Rank 0 is the one that keeps time. The others wait for it however long it takes, and end when its process does.
 _PATIENCE_SECONDS = 30 * 24 * 3600.0
+# What rank 0 says when something is in the step memory.
+STEP, COPIES = "step", "copies"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class FollowingRunner(ModelRunner):
             hidden = self.graphs.replay_forward(batch) if is_replayed else None  # type: ignore[union-attr]
             if is_replayed and prompt_rows is None:
                 self.graphs.replay_sampling(batch)  # type: ignore[union-attr]
+                self._flush_copies()
                 return
             inputs = view_flat(upload(batch, self.device), batch)
             if hidden is None:
@@ -65,6 +68,7 @@ class FollowingRunner(ModelRunner):
             for first in range(0, len(rows), PROMPT_ROWS):
                 self.model.compute_logits(hidden[rows[first : first + PROMPT_ROWS]])
             self._sample(hidden, inputs)
+            self._flush_copies()
 
     def _agree(self, number: int) -> int:
         self._connection.send(number)
@@ -92,7 +96,12 @@ def _serve(rank: int, connection: Connection, memory_fd: int) -> None:
     parallel = Parallel(rank, size, connect(device, setup.port, rank, size, _PATIENCE_SECONDS))
     runner = FollowingRunner(setup, parallel, connection)
     connection.send(True)
-    while connection.recv() is not None:
+    while (message := connection.recv()) is not None:
+        if message == COPIES:
+            copies = memory.read_copies()
+            connection.send(True)
+            runner.copy_blocks(copies)
+            continue
         step = memory.read()
         connection.send(True)  # rank 0 may write the next
         runner.follow(*step)

@@ -16,6 +16,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine import waiting_queue
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, pack
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -146,6 +147,8 @@ class _Before:
 class StubEngine:
     """`LLMEngine` without a model; `step` raises AssertionError where the scheduler breaks its contract."""
 
+    patience = 2  # steps a token
+
     def __init__(
         self,
         *,
@@ -155,8 +158,9 @@ class StubEngine:
         max_num_batched_tokens: int = 64,
         enable_prefix_caching: bool = True,
         schedule_policy: str = "fcfs",
+        host_cache: HostCache | None = None,
     ) -> None:
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching, host_cache)
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
@@ -229,14 +233,18 @@ class StubEngine:
             {seq.seq_id: seq.num_computed_tokens for seq in running},
             [seq for seq in running if seq.is_decoding and not seq.has_reached_limit],
         )
+        self._finish_copies()
         batch = scheduler.schedule()
+        self._begin_copies()
         self.num_preemptions += batch.num_preemptions
         launched = None
         if batch.sequences:
             self._check_batch(batch, before)
             launched = batch, self._run(batch)
         previous, self._in_flight = self._in_flight, launched
-        assert launched or previous or not scheduler.has_sequences, "stuck: requests wait, but none can run"
+        host_cache = self.manager.host_cache
+        is_busy = launched or previous or (host_cache is not None and host_cache.is_loading)
+        assert is_busy or not scheduler.has_sequences, "stuck: requests wait, but none can run"
         if previous is not None:
             self._read(*previous)
         self.manager.check_integrity(scheduler.unfinished())
@@ -248,7 +256,7 @@ class StubEngine:
         The oldest sequence gains a token in each step that launches anything (`_check_batch`), so the bound on
         the number of steps can't be reached by a scheduler that keeps its contract.
         """
-        for _ in range(2 * sum(seq.max_total_tokens for seq in self.sequences) + 4):
+        for _ in range(self.patience * (sum(seq.max_total_tokens for seq in self.sequences) + 2)):
             if self.is_finished:
                 break
             self.step()
@@ -264,6 +272,12 @@ class StubEngine:
             assert seq.stop_reason == (output[-1] if reason == "stop" else None)
         assert self.manager.num_used_blocks == 0
         assert sorted(self.scheduler._free_slots) == list(range(self.scheduler.max_num_seqs))
+
+    def _finish_copies(self) -> None:
+        """For who has copies between device and host: what is known to be finished."""
+
+    def _begin_copies(self) -> None:
+        """Those that are decided on with a step, before it is launched."""
 
     def _run(self, batch: ScheduledBatch) -> list[int]:
         histories, sampled = self.device.run(pack(batch, self.manager.block_size, self.grouper))
@@ -304,19 +318,25 @@ class StubEngine:
             queue = [*scheduler.running, *scheduler.waiting]
             assert queue == sorted(seq.seq_id for seq in before.running + before.waiting)
         self.admitted += [seq for seq in scheduler.running.values() if seq not in self.admitted]
-        unready = [seq for seq in scheduler.running.values() if seq.num_computed_tokens < seq.num_tokens - 1]
+        unready = [
+            seq
+            for seq in scheduler.running.values()
+            if seq.num_computed_tokens < seq.num_tokens - 1 and not seq.load_ticket  # else it may have waited for loads
+        ]
         assert unready in ([], [next(reversed(scheduler.running.values()))]), "admitted beside an unfinished prompt"
 
         assert len(preempted) == batch.num_preemptions
         assert all(not scheduler.waiting[seq_id].block_table for seq_id in preempted)
         for seq in before.decoding:
-            assert rows.get(seq.seq_id) == 1 or seq.seq_id in preempted, "a decoding sequence got no token"
+            is_excused = seq.seq_id in preempted or self.manager.is_loading(seq)
+            assert rows.get(seq.seq_id) == 1 or is_excused, "a decoding sequence got no token"
         for seq in scheduler.running.values():
             is_due = seq.num_computed_tokens < seq.num_tokens and not seq.has_reached_limit
-            if is_due and seq.seq_id not in rows:
+            if is_due and seq.seq_id not in rows and not self.manager.is_loading(seq):
                 assert num_tokens == self.max_num_batched_tokens, "budget is left, but a running sequence has no row"
         oldest = next(iter(scheduler.running.values()))
-        assert oldest.seq_id in rows or oldest.has_reached_limit, "the oldest sequence makes no progress"
+        is_excused = oldest.has_reached_limit or self.manager.is_loading(oldest)
+        assert oldest.seq_id in rows or is_excused, "the oldest sequence makes no progress"
         for seq, start, count in zip(batch.sequences, batch.starts, batch.num_query_tokens, strict=True):
             assert start == before.num_computed.get(seq.seq_id, start)
             assert seq.num_computed_tokens == start + count <= len(seq.block_table) * self.manager.block_size

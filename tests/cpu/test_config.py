@@ -20,7 +20,7 @@ def test_defaults() -> None:
     assert (config.gpu_memory_utilization, config.tensor_parallel_size, config.enforce_eager) == (0.9, 1, False)
     assert (config.kvcache_block_size, config.num_kvcache_blocks) == (None, None)
     assert (config.device, config.dtype, config.attention_backend, config.load_format) == ("auto",) * 4
-    assert config.enable_prefix_caching is True and config.seed is None
+    assert config.enable_prefix_caching is True and config.kv_offload_gb == 0 and config.seed is None
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_defaults() -> None:
         "load_format": ["auto", "dummy"],
         "enable_prefix_caching": [True, False],
         "schedule_policy": ["prefix", "fcfs"],
+        "kv_offload_gb": [0, 0.0, 0.25, 64, np.float32(1.5)],
         "seed": [None, 0, 2**64 - 1, np.int64(5)],
     }.items(),
 )
@@ -64,6 +65,7 @@ def test_accepted(name: str, values: list[Any]) -> None:
         "dtype": ["fp32", "", "int8", "Float32"],
         "load_format": ["pt", ""],
         "schedule_policy": ["lpm", "", "FCFS"],
+        "kv_offload_gb": [-1, -0.001, NAN, INF, -INF],
         "seed": [-1],
     }.items(),
 )
@@ -92,6 +94,7 @@ def test_out_of_range(name: str, values: list[Any]) -> None:
         "load_format": [None, 0],
         "enable_prefix_caching": [0, 1, None, "no"],
         "schedule_policy": [None, 0, ["fcfs"]],
+        "kv_offload_gb": [True, "8", None, [8]],
         "seed": [True, 1.0, "1"],
     }.items(),
 )
