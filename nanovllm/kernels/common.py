@@ -23,13 +23,16 @@ def load_pages(table_ptr, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Blocks of tokens first .. first+TILE-1 of one sequence: an int32 if the tile lies in one, else [TILE]; 0 for
     tokens >= end. `first` must be a multiple of TILE.
 
-    Loops over tiles ask for a tile's blocks two tiles ahead: then the addresses of its keys, which are fetched one tile
-    ahead, don't wait for them.
+    Loops over tiles ask for a tile's blocks one tile ahead. In the pipelined loop, which fetches keys one tile ahead, that
+    is two tiles ahead, so that the addresses of keys are known when they are to be fetched. (Two ahead here would make
+    Triton give up the pipeline.)
     """
     if PAGE % TILE == 0:
-        return tl.load(table_ptr + first // PAGE, mask=first < end, other=0)
-    tokens = first + tl.arange(0, TILE)
-    return tl.load(table_ptr + tokens // PAGE, mask=tokens < end, other=0)
+        page = tl.load(table_ptr + first // PAGE, mask=first < end, other=0)
+    else:
+        tokens = first + tl.arange(0, TILE)
+        page = tl.load(table_ptr + tokens // PAGE, mask=tokens < end, other=0)
+    return page
 
 
 @triton.jit

@@ -123,9 +123,8 @@ def _decode_kernel(
             )  # fmt: skip
         start = (tile - first_tile) * TILE
         page = load_pages(row_table_ptr, start, end, PAGE, TILE)
-        next_page = load_pages(row_table_ptr, start + TILE, end, PAGE, TILE)
         for first in range(start, end, TILE):
-            later_page = load_pages(row_table_ptr, first + 2 * TILE, end, PAGE, TILE)
+            next_page = load_pages(row_table_ptr, first + TILE, end, PAGE, TILE)
             token = first + tl.arange(0, TILE)
             valid = token < end
             mask = valid[:, None] & dim_ok[None, :]
@@ -142,7 +141,7 @@ def _decode_kernel(
             total = total * shrink + tl.sum(weights, axis=1)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             peak = new_peak
-            page, next_page = next_page, later_page
+            page = next_page
         if LEVELS:
             acc, peak, total = _join(acc, peak, total, shared_lse, shared_values)
             if begins_shared & (span % MAX_PIECES + span // (MAX_PIECES * SHARED_ROWS) > 2):  # more of them, or levels

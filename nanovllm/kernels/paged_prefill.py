@@ -45,9 +45,8 @@ def attend_keys(
     """Fold keys start .. end-1 into the running softmax; MASKED: some of them are invisible to some row."""
     dim = tl.arange(0, DIMS)
     page = load_pages(table_ptr, start, end, PAGE, TILE)
-    next_page = load_pages(table_ptr, start + TILE, end, PAGE, TILE)
     for first in range(start, end, TILE):
-        later_page = load_pages(table_ptr, first + 2 * TILE, end, PAGE, TILE)
+        next_page = load_pages(table_ptr, first + TILE, end, PAGE, TILE)
         token = first + tl.arange(0, TILE)
         valid = token < end
         k_ptrs = k_head_ptr + (page.to(tl.int64) * k_block + token % PAGE * k_slot)[:, None] + dim[None, :]
@@ -71,7 +70,7 @@ def attend_keys(
         total = total * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak
-        page, next_page = next_page, later_page
+        page = next_page
     return acc, peak, total
 
 

@@ -223,7 +223,7 @@ def test_shared_prefixes(checkpoint: Any) -> None:
             "num_kvcache_blocks": 512,
             "max_num_seqs": 24,
         }
-        with LLM(str(checkpoint[0]), dtype="float32", enforce_eager=enforce_eager, **settings) as llm:
+        with LLM(str(checkpoint[0]), enforce_eager=enforce_eager, **settings) as llm:
             for capacity in (llm._grouper.capacity, 0):
                 llm._grouper.capacity = capacity
                 results = llm.generate(prompts, GREEDY, use_tqdm=False)
