@@ -23,9 +23,9 @@ def load_pages(table_ptr, first, end, PAGE: tl.constexpr, TILE: tl.constexpr):
     """Blocks of tokens first .. first+TILE-1 of one sequence: an int32 if the tile lies in one, else [TILE]; 0 for
     tokens >= end. `first` must be a multiple of TILE.
 
-    Loops over tiles ask for a tile's blocks one tile ahead. In the pipelined loop, which fetches keys one tile ahead, that
-    is two tiles ahead, so that the addresses of keys are known when they are to be fetched. (Two ahead here would make
-    Triton give up the pipeline.)
+    Loops over tiles ask for a tile's blocks one tile ahead. In the pipelined loop, which fetches keys one tile ahead,
+    that is two tiles ahead, so that the addresses of keys are known when they are to be fetched. (Two ahead here would
+    make Triton give up the pipeline.)
     """
     if PAGE % TILE == 0:
         page = tl.load(table_ptr + first // PAGE, mask=first < end, other=0)

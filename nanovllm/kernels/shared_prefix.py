@@ -22,6 +22,7 @@ from nanovllm.kernels.common import (
     dot_precision,
     launch_options,
     num_multiprocessors,
+    shared_memory_per_block,
     wait_for_previous_kernel,
 )
 from nanovllm.kernels.decode_plan import cut_into_shares, padded, tile_length
@@ -31,7 +32,8 @@ from nanovllm.utils.context import SharedPrefixes
 PROGRAMS_PER_MULTIPROCESSOR = 2  # what registers and shared memory leave room for
 RESOLVE_BLOCK = 128  # sequences
 MAX_PIECES = tl.constexpr(4096)  # of a group: more than there are shares
-NUM_WARPS, NUM_STAGES = 4, 2
+NUM_WARPS = 4
+SHARED_MEMORY_OF_THREE_STAGES = 200 * 1024  # per block, where two programs of 114 KiB fit a multiprocessor
 
 
 def query_rows(dtype: torch.dtype) -> int:
@@ -278,6 +280,6 @@ def shared_prefix_attention(
         TILE=tile_length(dims, q.element_size()),
         PRECISION=dot_precision(q.dtype),
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=3 if shared_memory_per_block(q.device) >= SHARED_MEMORY_OF_THREE_STAGES else 2,
         **launch_options(q.device),
     )
