@@ -16,7 +16,7 @@ from nanovllm.jobs.readers import Row
 from nanovllm.sampling_params import SamplingParams
 
 # As much as `generate` tokenises between two steps: tens of milliseconds of work.
-_CHUNK_CHARACTERS = 1 << 17
+CHUNK_CHARACTERS = 1 << 17
 # How the engine names the only prompt, conversation or params that it is given at a time.
 _ENGINE_PREFIX = re.compile(r"(?:prompt|conversation|sampling params) \d+(?:, message (?P<message>\d+))?:? ")
 
@@ -59,15 +59,20 @@ class Preparer:
         self._inputs, self._format, self._params = inputs, format, params
         self._renderer: ChatRenderer | None = None
 
-    def prepare(self, rows: Iterator[Row], max_rows: int) -> list[PreparedRow | BadRow]:
+    def prepare(
+        self, rows: Iterator[Row], max_rows: int, max_characters: int = CHUNK_CHARACTERS
+    ) -> list[PreparedRow | BadRow]:
         """The next rows, a chunk of them, in their order; none if there are no more.
+
+        Args:
+            max_characters: of their texts; the last one may exceed it.
 
         Raises:
             JobError: the model can't do what the row wants, and no other row either.
         """
         parsed: list[_Parsed | BadRow] = []
         num_characters = 0
-        while len(parsed) < max_rows and num_characters < _CHUNK_CHARACTERS:
+        while len(parsed) < max_rows and num_characters < max_characters:
             row = next(rows, None)
             if row is None:
                 break
