@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ class _Loop:
     watch: JobWatch
 
     def __post_init__(self) -> None:
-        self._ready: list[PreparedRow] = []  # the next one last
+        self._ready: deque[PreparedRow] = deque()
         self._is_read = False
         self.first_failure = ""  # of this run
 
@@ -109,10 +110,10 @@ class _Loop:
 
     def turn(self) -> None:
         """Prepares at most a chunk of rows, lets the engine have what it wants, and computes a step."""
-        if not self._ready and not self._is_read and not self.engine.is_full:
+        if not self._is_read and not self.engine.is_full:
             self._prepare()
         while self._ready and not self.engine.is_full:
-            self._add(self._ready.pop())
+            self._add(self._ready.popleft())
         if self.engine.num_rows:
             self._write(*self._step())
         self.watch.look()
@@ -137,9 +138,11 @@ class _Loop:
         max_rows, max_characters = self.engine.max_rows, CHUNK_CHARACTERS
         if not self.engine.has_idle_places:  # the device has enough to do: it needn't wait for a whole chunk
             max_rows, max_characters = max(max_rows // _PARTS, _FEWEST_ROWS), max_characters // _PARTS
+        if len(self._ready) >= max_rows:
+            return
         chunk = self.preparer.prepare(self.rows, max_rows, max_characters)
         self._is_read = not chunk
-        self._ready = [one for one in reversed(chunk) if isinstance(one, PreparedRow)]
+        self._ready.extend(one for one in chunk if isinstance(one, PreparedRow))
         bad = [one for one in chunk if isinstance(one, BadRow)]
         self.results.append([self._failed(one.row, one.error) for one in bad])
         self.watch.fail(len(bad))
