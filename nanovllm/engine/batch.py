@@ -133,7 +133,9 @@ def pad_decode(batch: PackedBatch, num_seqs: int, dummy_slot: int) -> PackedBatc
     """A pure-decode batch with rows added up to `num_seqs`, one filter entry a row, and, if it has any groups, as many
     as it could have at most.
 
-    The added rows have an empty context, store no KV, and leave their token in `dummy_slot`.
+    The added rows have an empty context, store no KV, and leave their token in `dummy_slot`. Every array but the block
+    tables has the shape that it has in any other batch padded alike, so that one captured graph finds them all; what
+    only other sampling reads (banned tokens) is left out.
     """
     assert batch.is_pure_decode
     num_added = num_seqs - len(batch.context_lens)
@@ -162,6 +164,8 @@ def pad_decode(batch: PackedBatch, num_seqs: int, dummy_slot: int) -> PackedBatc
         top_k=pad(batch.top_k),
         top_p=pad(batch.top_p, 1),
         min_p=pad(batch.min_p),
+        banned_rows=batch.banned_rows[:0],
+        banned_ids=batch.banned_ids[:0],
         num_decode_seqs=num_seqs,
         groups=batch.groups.padded(num_seqs, max_num_groups(num_seqs) if batch.has_groups else 0),
     )

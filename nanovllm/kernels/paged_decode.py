@@ -99,7 +99,6 @@ def _decode_kernel(
         shared = tl.load(shared_lens_ptr + seq, mask=tile < share_end, other=0)
         piece = tl.load(pieces_ptr + seq * LEVELS * 2, mask=tile < share_end, other=0)
         span = tl.load(pieces_ptr + seq * LEVELS * 2 + 1, mask=tile < share_end, other=0)
-    page = load_pages(table_ptr + seq * table_row + shared // PAGE, (tile - first_tile) * TILE, context, PAGE, TILE)
     while tile < share_end:
         stop = tl.minimum(end_tile, share_end)
         end = tl.minimum(context, (stop - first_tile) * TILE)
@@ -122,10 +121,9 @@ def _decode_kernel(
                 shared_partial_ptr, shared_lse_ptr, piece, span, tl.where(begins_shared, GROUP, 0), kv_head,
                 ROWS, HEAD_DIM, DIMS, SHARED_ROWS,
             )  # fmt: skip
-        next_first_page = load_pages(
-            table_ptr + (seq + 1) * table_row + next_shared // PAGE, 0, tl.where(has_next, next_context, 0), PAGE, TILE
-        )
-        for first in range((tile - first_tile) * TILE, end, TILE):
+        start = (tile - first_tile) * TILE
+        page = load_pages(row_table_ptr, start, end, PAGE, TILE)
+        for first in range(start, end, TILE):
             next_page = load_pages(row_table_ptr, first + TILE, end, PAGE, TILE)
             token = first + tl.arange(0, TILE)
             valid = token < end
@@ -173,7 +171,7 @@ def _decode_kernel(
         tile = stop
         seq += 1
         first_tile, end_tile, context = end_tile, next_end_tile, next_context
-        shared, piece, span, page = next_shared, next_piece, next_span, next_first_page
+        shared, piece, span = next_shared, next_piece, next_span
 
 
 @triton.jit

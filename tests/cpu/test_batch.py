@@ -1,17 +1,22 @@
 """Packing of scheduled batches, against a construction token by token."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm import SamplingParams
 from nanovllm.engine import batch as batch_module
+from nanovllm.engine import prefix_groups
 from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch, noise_keys, pack, pad_decode
+from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.scheduler import ScheduledBatch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_tensors import flatten, view_flat
 from tests.cpu.policies import StubEngine, make_sequence
 
 MASK = 2**64 - 1
@@ -263,6 +268,35 @@ def test_padded_decode(num_seqs: int, num_padded: int, rng: random.Random) -> No
     assert padded.filter_rows.tolist() == packed.filter_rows.tolist() + [-1] * (num_padded - num_filters)
     assert padded.filter_rows.dtype == np.int32
     assert len(packed.context_lens) == num_seqs, "the packed batch itself is untouched"
+
+
+@pytest.mark.parametrize("num_beginnings", [1, 100])
+def test_a_graph_finds_every_array(num_beginnings: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads where the arrays of the dummy were when it was captured: whatever a batch holds (banned tokens,
+    filters, groups, some rows or all), after padding its arrays must be there."""
+    for name in ("_GROUP_COST", "_MEMBER_COST"):
+        monkeypatch.setattr(prefix_groups, name, 0)
+    grouper = PrefixGrouper(4, 3)
+    num_banned = 0
+    for num_seqs in (2, 5, 8):
+        real = decode_batch(rng, num_seqs, 4)
+        for row, seq in enumerate(real.sequences):
+            seq.stop_ids = frozenset(rng.sample(range(1000), rng.randint(1, 3)))
+            seq.params = replace(seq.params, min_tokens=50)
+            seq.block_table[0] = 300 + row % num_beginnings
+        packed = pack(real, 4, grouper)
+        num_banned += len(packed.banned_ids)
+        padded = pad_decode(packed, 8, dummy_slot=9)
+        dummy = dummy_batch(8, 1, dummy_slot=9, num_filters=8, group_capacity=3, num_groups=int(packed.has_groups))
+        captured = pad_decode(dummy, 8, dummy_slot=9)
+        flat = torch.from_numpy(flatten(padded))
+        seen = view_flat(flat, captured, block_tables=view_flat(flat, padded).block_tables)
+        for name in (*INT_FIELDS, *SAMPLING_FIELDS):
+            assert getattr(seen, name).tolist() == getattr(padded, name).tolist(), name
+        for name, array in vars(padded.groups).items():
+            assert getattr(seen.prefixes, name).tolist() == array.tolist(), name
+        assert padded.groups.own_lens[:num_seqs].tolist() == packed.groups.own_lens.tolist()
+    assert num_banned > 3
 
 
 @pytest.mark.parametrize("num_seqs, query_len, num_filters", [(1, 1, 0), (4, 1, 4), (3, 7, 2)])
