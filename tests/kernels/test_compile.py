@@ -56,7 +56,8 @@ def ints(*shape):
     return torch.ones(shape, dtype=torch.int32)
 
 def attention(num_heads, num_kv_heads, head_dim, page, dtype):
-    q, cache = torch.zeros(4, num_heads, head_dim, dtype=dtype), torch.zeros(4, page, num_kv_heads, head_dim, dtype=dtype)
+    q = torch.zeros(4, num_heads, head_dim, dtype=dtype)
+    cache = torch.zeros(4, page, num_kv_heads, head_dim, dtype=dtype)
     sizes = (num_heads, num_kv_heads, head_dim, dtype)
     groups = PrefixGroups.none(ints(4).numpy(), group_capacity(num_heads, num_kv_heads, dtype), 2)
     prefixes = SharedPrefixes(**{name: torch.from_numpy(array) for name, array in vars(groups).items()})
