@@ -35,6 +35,7 @@ def sample(logits: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
         return sampling.sample(logits, inputs.temperature, inputs.keys)
     for first in range(0, len(inputs.filter_rows), _ROWS_PER_SORT):
         rows = inputs.filter_rows[first : first + _ROWS_PER_SORT].long()
+        rows = rows[rows >= 0]
         scaled = logits[rows].float() / inputs.temperature[rows, None]
         kept = filter_mask(scaled, inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
         logits[rows] = logits[rows].masked_fill(~kept, -torch.inf)
