@@ -96,10 +96,9 @@ class LLMEngine:
 
     def _make_host_cache(self) -> HostCache | None:
         runner, config = self.runner, self.config
-        if not runner.num_host_blocks:
-            return None
-        if runner.min_load_blocks is None:
-            logger.warning("kv_offload_gb is of no use here: no number of blocks is copied faster than computed")
+        if not runner.num_host_blocks or runner.min_load_blocks is None:
+            if config.kv_offload_gb:
+                logger.warning("kv_offload_gb is of no use here: no number of blocks is copied faster than computed")
             return None
         num_tokens = runner.min_load_blocks * runner.block_size
         logger.info("KV offload: %d blocks; prefixes are copied from %d tokens on", runner.num_host_blocks, num_tokens)

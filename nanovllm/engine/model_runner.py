@@ -131,15 +131,18 @@ class ModelRunner:
 
     def _prepare_offload(self) -> None:
         """The second level of the prefix cache: `num_host_blocks`, of which at least `min_load_blocks` at a time are
-        loaded; None if that is never of use."""
+        loaded. None, if that is never of use."""
         self.num_host_blocks = 0
         self.min_load_blocks: int | None = None
         self._copier: BlockCopier | None = None
         if self.config.kv_offload_gb:
             self._copier = make_copier(self.kv_cache, self._host_cache_bytes)
-            self.num_host_blocks = self._agree(self._copier.num_slots)
             is_cpu = self.device.type == "cpu"
             self.min_load_blocks = 1 if is_cpu else find_crossover(self._copier, self._measure_prefill())
+            self.num_host_blocks = self._agree(self._copier.num_slots if self.min_load_blocks else 0)
+            if not self.num_host_blocks:
+                self._copier.close()
+                self._copier = None
 
     @property
     def is_lost(self) -> bool:
@@ -253,6 +256,10 @@ class ModelRunner:
         self._keep(tokens, inputs)
         return tokens
 
+    def _sample_for_capture(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
+        """What a graph is made of; no step's tokens are drawn by it yet."""
+        return self._sample(hidden, inputs)
+
     def _keep(self, tokens: torch.Tensor, inputs: StepTensors) -> None:
         """Takes rank 0's tokens, and leaves them where the next step looks for them."""
         self.parallel.from_first(tokens)
@@ -292,7 +299,7 @@ class ModelRunner:
         with torch.inference_mode():
             return DecodeGraphs(
                 self._forward,
-                self._sample,
+                self._sample_for_capture,
                 batch_sizes,
                 table_width=-(-self.max_model_len // self.block_size),
                 max_context_len=self.max_model_len,

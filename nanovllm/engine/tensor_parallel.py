@@ -157,6 +157,12 @@ class TensorParallelRunner(ModelRunner):
         self._num_awaited = len(logits)
         return logits
 
+    def _sample_for_capture(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
+        try:
+            return super()._sample_for_capture(hidden, inputs)
+        finally:
+            self._num_awaited = None  # the others are in the midst of a step, whatever happens here
+
     def _keep(self, tokens: torch.Tensor, inputs: StepTensors) -> None:
         super()._keep(tokens, inputs)
         self._num_awaited = 0

@@ -33,7 +33,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 2  # what registers and shared memory leave room f
 RESOLVE_BLOCK = 128  # sequences
 MAX_PIECES = tl.constexpr(4096)  # of a group: more than there are shares
 NUM_WARPS = 4
-SHARED_MEMORY_OF_THREE_STAGES = 200 * 1024  # per block, where two programs of 114 KiB fit a multiprocessor
+# A third stage of the pipeline, where a multiprocessor has room for two programs with it.
+MAX_DIMS_OF_THREE_STAGES = 128
+SHARED_MEMORY_OF_THREE_STAGES = 200 * 1024  # of one block
 
 
 def query_rows(dtype: torch.dtype) -> int:
@@ -254,6 +256,7 @@ def shared_prefix_attention(
     if sizes != tuple(plan.partial.shape):
         raise ValueError("the plan was made for another batch or other heads")
     dims = padded(head_dim)
+    has_room = shared_memory_per_block(q.device) >= SHARED_MEMORY_OF_THREE_STAGES
     _shared_kernel[(num_kv_heads, len(plan.shares))](
         q,
         k_cache,
@@ -280,6 +283,6 @@ def shared_prefix_attention(
         TILE=tile_length(dims, q.element_size()),
         PRECISION=dot_precision(q.dtype),
         num_warps=NUM_WARPS,
-        num_stages=3 if shared_memory_per_block(q.device) >= SHARED_MEMORY_OF_THREE_STAGES else 2,
+        num_stages=3 if has_room and dims <= MAX_DIMS_OF_THREE_STAGES else 2,
         **launch_options(q.device),
     )
