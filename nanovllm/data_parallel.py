@@ -116,8 +116,11 @@ class DataParallelLLM(LLM):
         return self._replicas.stats()
 
     def abort(self, seq_id: int) -> bool:
-        """Drops a submitted request; `collect` won't report it. False if it is not known or has finished."""
+        """Drops a submitted request; neither `step` nor `collect` will report it. False if it is not known or has
+        finished: one that is still to be reported will be."""
         self.check_open()
+        if seq_id in self._replicas.finished:
+            return False
         num_before = self._replicas.num_unfinished
         self._replicas.forget([seq_id])
         return self._replicas.num_unfinished < num_before

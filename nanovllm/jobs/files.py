@@ -1,6 +1,7 @@
 """Small files that are replaced as a whole: the description of a job, its report, its metrics."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from nanovllm.jobs.errors import JobError
@@ -24,16 +25,17 @@ def write_whole(path: Path, text: str, *, is_durable: bool = True) -> None:
                 os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where its folder is none any more, that can't be done either
+            temporary.unlink()
         raise JobError(f"{path}: can't write it: {error.strerror}") from error
 
 
 def check_writable(path: Path) -> None:
     """Raises JobError if `write_whole` would now, or if it would replace something that is no file."""
-    if path.exists() and not path.is_file():
-        raise JobError(f"{path}: is not a regular file")
     temporary = _temporary(path)
     try:
+        if path.exists() and not path.is_file():
+            raise JobError(f"{path}: is not a regular file")
         temporary.touch()
         temporary.unlink()
     except OSError as error:

@@ -139,6 +139,16 @@ def test_submit_and_collect(two: LLM, expected: list[list[int]]) -> None:
     assert two.wants_more
 
 
+def test_abort_of_what_has_finished(two: LLM, expected: list[list[int]]) -> None:
+    """Another call has seen it finish: it can't be aborted any more, and is still reported."""
+    request_id = two.submit(PROMPTS[0], GREEDY)
+    while two._replicas.num_unfinished:
+        two._poll(None)
+    assert not two.abort(request_id)
+    assert two.collect()[request_id]["token_ids"] == expected[0]
+    assert not two.abort(request_id) and two.is_finished()
+
+
 def test_steps(two: LLM, expected: list[list[int]]) -> None:
     ids = [two.add_request(prompt, GREEDY) for prompt in PROMPTS]
     steps = []

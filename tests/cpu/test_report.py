@@ -307,6 +307,8 @@ def test_impossible_paths(
     for flags, reason in {
         ("--report", tmp_path / "none" / "r.html"): "none/r.html: can't write it: No such file or directory",
         ("--metrics", tmp_path / "none" / "m"): "none/m: can't write it: No such file or directory",
+        ("--metrics", source / "m"): "in.jsonl/m: can't write it: Not a directory",
+        ("--report", tmp_path / ("x" * 300)): "x: can't write it: File name too long",
         ("--report", tmp_path): f"{tmp_path}: is not a regular file",
         ("--report", "/dev/null"): "/dev/null: is not a regular file",
         ("--report", "-"): "--report needs a file, not standard output",
@@ -344,6 +346,30 @@ def test_report_that_cannot_be_written_any_more(
     assert error.count(f"nanovllm: warning: {report}: can't write it: No space left on device\n") == 1
     assert len(read_rows(output)) == 5
     assert all("still running" in text for text in seen[:-1]) and "still running" not in seen[-1] and len(seen) > 2
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["gone", "file"])
+def test_folder_that_vanishes(
+    byte_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_file: bool
+) -> None:
+    """Costs warnings, too: also if there is no way to look for what is left of the file."""
+    source, output, folder = write_rows(tmp_path / "in.txt", ["a"] * 5), tmp_path / "o.jsonl", tmp_path / "folder"
+    folder.mkdir()
+    over = watch_module.JobWatch.over
+
+    def vanish(*args: Any) -> Any:
+        folder.rmdir()
+        if is_file:
+            folder.touch()
+        return over(*args)
+
+    monkeypatch.setattr(watch_module.JobWatch, "over", vanish)
+    flags = ("--max-tokens", 3, "--report", folder / "r.html", "--metrics", folder / "m")
+    error = here(capsys, *run_args(byte_llama, source, output, *flags))
+    reason = "Not a directory" if is_file else "No such file or directory"
+    for name in ("r.html", "m"):
+        assert f"nanovllm: warning: {folder / name}: can't write it: {reason}\n" in error
+    assert len(read_rows(output)) == 5
 
 
 # --- the record, in constant memory -----------------------------------------------------------------------------
