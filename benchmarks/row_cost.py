@@ -39,7 +39,7 @@ from nanovllm.jobs.engine import JobEngine
 from nanovllm.jobs.job import Job, JobSettings
 from nanovllm.jobs.prepare import Preparer
 from nanovllm.jobs.progress import JobProgress
-from nanovllm.jobs.run import _Loop
+from nanovllm.jobs.run import _Loop, _young_heap
 from nanovllm.jobs.watch import JobWatch
 from nanovllm.llm import LLM
 
@@ -116,7 +116,11 @@ def time_job(model: str, texts: list[str], config: dict[str, Any]) -> Clock:
         job = Job(JobSettings(str(source), output, model, flags=flags, seed=0, show_progress=False, config=config))
         results, _, seed, _ = job.open_results()
         clock: Clock = defaultdict(float)
-        with JobEngine(model, **config) as engine, JobProgress(len(texts), 0, 0, is_shown=False) as progress:
+        with (
+            JobEngine(model, **config) as engine,
+            _young_heap(),
+            JobProgress(len(texts), 0, 0, is_shown=False) as progress,
+        ):
             form = job.make_format(engine.tokenizer)
             preparer, rows = Preparer(engine.inputs, form, job.make_params(seed)), job.input.rows()
             loop = _Loop(job, engine, form, preparer, rows, results, progress, JobWatch(job))

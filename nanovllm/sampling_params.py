@@ -169,11 +169,18 @@ class SamplingParams:
             settings["temperature"] = 0.0
         return cls(**settings)
 
+    def with_seed(self, seed: int | None) -> "SamplingParams":
+        """A copy with another seed. Raises like the constructor, but checks nothing else again: so it takes little."""
+        copy = object.__new__(type(self))
+        checked = None if seed is None else check_int("seed", seed, 0, MAX_SEED)
+        vars(copy).update(vars(self), seed=checked)  # with cached properties: none depends on the seed
+        return copy
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
-    @property
+    @cached_property
     def constraint(self) -> Constraint | None:
         """What the output must match, if anything."""
         return make_constraint(json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar)

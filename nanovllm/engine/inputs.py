@@ -28,6 +28,10 @@ class RequestParams:
     rules: TokenRules | None
     grammar: "Future[Grammar] | None"
 
+    def with_seed(self, seed: int) -> "RequestParams":
+        """The same of params that differ in their seed."""
+        return RequestParams(self.params.with_seed(seed), self.stop_ids, self.rules, self.grammar)
+
 
 class InputProcessor:
     """Turns prompts into token ids, under the limits of one engine."""
@@ -75,7 +79,7 @@ class InputProcessor:
         if isinstance(prompts, dict | bytes) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts must be a list of strings or lists of token ids, got {prompts!r:.80}")
         return [
-            self._check_text(prompt, index) if isinstance(prompt, str) else self._check_ids(prompt, f"prompt {index}")
+            self.check_text(prompt, index) if isinstance(prompt, str) else self._check_ids(prompt, f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
 
@@ -158,7 +162,8 @@ class InputProcessor:
         """Length at which a sequence ends: what it asked for, or what fits. Its last token needs no KV."""
         return min(num_prompt_tokens + max_tokens, self.max_model_len, self.num_kv_tokens + 1)
 
-    def _check_text(self, text: str, index: int) -> str:
+    def check_text(self, text: str, index: int = 0) -> str:
+        """The text itself. Raises ValueError like `check_prompts`."""
         if self.tokenizer is None:
             raise ValueError(f"prompt {index}: this model has no tokenizer, prompts must be lists of token ids")
         check_unicode(text, f"prompt {index}")
@@ -168,16 +173,24 @@ class InputProcessor:
 
     def check_ids(self, ids: Any, name: str) -> "array[int]":
         """Token ids of the vocabulary, any number of them. Raises like `check_prompts`."""
+        if self._are_plain(ids):
+            return array("i", ids)
         checked = _as_array(ids, name)
         self._check_range(checked, name)
         return array("i", checked.astype(np.int32).tobytes())
 
     def _check_ids(self, prompt: Any, name: str) -> "array[int]":
-        ids = _as_array(prompt, name)
+        ids = prompt if self._are_plain(prompt) else _as_array(prompt, name)
         self._check_length(len(ids), name)
         return self.check_ids(ids, name)
 
-    def tokenise(self, texts: list[str], add_special_tokens: bool = True) -> list[IdArray]:
+    def _are_plain(self, ids: Any) -> bool:
+        """Whether it is a list of integers of the vocabulary, as most are: others take longer to look at."""
+        if type(ids) is not list or set(map(type, ids)) != {int}:
+            return False
+        return min(ids) >= 0 and max(ids) < self.vocab_size
+
+    def tokenise(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of texts, not checked."""
         assert self.tokenizer is not None  # strings are refused before
         encoded = self.tokenizer(
@@ -193,7 +206,7 @@ class InputProcessor:
             # A chat template has written its own beginning-of-sequence token.
             if add_special_tokens and bos_token and text.startswith(bos_token) and ids[:2] == [bos_id, bos_id]:
                 del ids[0]
-        return [np.array(ids, dtype=np.int64) for ids in encoded]
+        return list(encoded)
 
     def _check_range(self, ids: IdArray, name: str) -> None:
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
