@@ -15,15 +15,13 @@ microseconds a row of processor time, with the lowest and the highest beside it.
 """
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import tempfile
 import time
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,23 +42,20 @@ from nanovllm.jobs.watch import JobWatch
 from nanovllm.llm import LLM
 
 _WORDS = ("the", "a", "of", "time", "people", "river", "stone", "light", "under", "over", "quick", "slow", "paper")
+_NUM_OUTPUT_TOKENS = 32
 _ROWS_A_STEP = 32  # as many of 1,024 end in one when each has 32 tokens
 Clock = dict[str, float]
 
 
-class StubLLM(LLM):
-    """Its steps end the oldest requests, with made-up tokens."""
-
-    max_tokens = 32
-
-    def _step(self) -> StepOutput:
-        for seq in list(self._unfinished.values())[:_ROWS_A_STEP]:
-            seq.token_ids.extend([5 + seq.seq_id % 1000] * self.max_tokens)
-            seq.num_cached_tokens = 0
-            self.scheduler.waiting.remove(seq)
-            seq.end("length")
-            self._retire([seq])
-        return StepOutput()
+def end_oldest(llm: LLM) -> StepOutput:
+    """A step of the stub: ends the oldest requests, with made-up tokens."""
+    for seq in list(llm._unfinished.values())[:_ROWS_A_STEP]:
+        seq.token_ids.extend([5 + seq.seq_id % 1000] * _NUM_OUTPUT_TOKENS)
+        seq.num_cached_tokens = 0
+        llm.scheduler.waiting.remove(seq)
+        seq.end("length")
+        llm._retire([seq])
+    return StepOutput()
 
 
 def main() -> None:
@@ -80,7 +75,7 @@ def main() -> None:
     with stubs():
         for _ in range(args.repeats):
             clocks.append({**time_job(str(folder), texts, config), **time_generate(str(folder), texts, config)})
-    result: dict[str, Any] = {"job": f"{args.num_rows} rows of {args.num_words} words, {StubLLM.max_tokens} tokens out"}
+    result: dict[str, Any] = {"job": f"{args.num_rows} rows of {args.num_words} words, {_NUM_OUTPUT_TOKENS} tokens out"}
     for name in clocks[0]:
         values = [1e6 * clock[name] / args.num_rows for clock in clocks]
         result[name] = {"us": round(statistics.median(values), 1), "low": round(min(values), 1)}
@@ -97,13 +92,11 @@ def stubs() -> Iterator[None]:
     )
     make_runner, step = llm_engine.make_runner, LLM._step
     llm_engine.make_runner = lambda *args, **kwargs: runner  # type: ignore[assignment, return-value]
-    LLM._step = StubLLM._step  # type: ignore[method-assign]
-    LLM.max_tokens = StubLLM.max_tokens  # type: ignore[attr-defined]
+    LLM._step = end_oldest  # type: ignore[method-assign]
     try:
         yield
     finally:
         llm_engine.make_runner, LLM._step = make_runner, step  # type: ignore[method-assign]
-        del LLM.max_tokens  # type: ignore[attr-defined]
 
 
 def time_job(model: str, texts: list[str], config: dict[str, Any]) -> Clock:
@@ -111,7 +104,7 @@ def time_job(model: str, texts: list[str], config: dict[str, Any]) -> Clock:
     with tempfile.TemporaryDirectory() as files:
         source = Path(files) / "in.jsonl"
         source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-        flags = {"max_tokens": StubLLM.max_tokens, "ignore_eos": True}
+        flags = {"max_tokens": _NUM_OUTPUT_TOKENS, "ignore_eos": True}
         output = str(Path(files) / "out.jsonl")
         job = Job(JobSettings(str(source), output, model, flags=flags, seed=0, show_progress=False, config=config))
         results, _, seed, _ = job.open_results()
@@ -153,7 +146,7 @@ def time_generate(model: str, texts: list[str], config: dict[str, Any]) -> Clock
             parts: Clock = defaultdict(float)
             with timed(parts, f"{name}: prepare"):
                 checked = llm.inputs.check_prompts(prompts)
-                params = SamplingParams(max_tokens=StubLLM.max_tokens, ignore_eos=True, seed=0)
+                params = SamplingParams(max_tokens=_NUM_OUTPUT_TOKENS, ignore_eos=True, seed=0)
                 feed = PromptFeed(checked, llm.inputs.process_params(params, len(checked)), llm.inputs.encode)
                 while not feed.is_encoded:
                     feed.encode_chunk()

@@ -6,6 +6,7 @@ don't depend on who computes them. It has no weights, and touches no GPU.
 
 import os
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -193,20 +194,35 @@ class InputProcessor:
     def tokenise(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of texts, not checked."""
         assert self.tokenizer is not None  # strings are refused before
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=add_special_tokens,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            verbose=False,
-        )["input_ids"]
+        encoded = self._encode_texts(texts, add_special_tokens)
         bos_token, bos_id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
         for text, ids in zip(texts, encoded, strict=True):
             # A chat template has written its own beginning-of-sequence token.
             if add_special_tokens and bos_token and text.startswith(bos_token) and ids[:2] == [bos_id, bos_id]:
                 del ids[0]
-        return list(encoded)
+        return encoded
+
+    def _encode_texts(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        tokenizer: Any = self.tokenizer
+        is_plain = self._has_plain_backend and not getattr(tokenizer, "split_special_tokens", False)
+        backend = tokenizer.backend_tokenizer if is_plain else None
+        # Truncation and padding are the backend's own state, which others may have set.
+        if backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens):
+            return [one.ids for one in backend.encode_batch(texts, add_special_tokens=add_special_tokens)]
+        settings = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
+        encoded: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens, **settings)["input_ids"]
+        return encoded
+
+    @cached_property
+    def _has_plain_backend(self) -> bool:
+        """Whether calling the tokenizer does no more than its backend, which takes a fifth less time."""
+        from transformers import PreTrainedTokenizerFast
+
+        kind = type(self.tokenizer)
+        methods = ("__call__", "_encode_plus", "_batch_encode_plus")  # some kinds have their own
+        return issubclass(kind, PreTrainedTokenizerFast) and all(
+            getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in methods
+        )
 
     def _check_range(self, ids: IdArray, name: str) -> None:
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
