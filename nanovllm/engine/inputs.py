@@ -80,7 +80,9 @@ class InputProcessor:
         if isinstance(prompts, dict | bytes) or not hasattr(prompts, "__iter__"):
             raise TypeError(f"prompts must be a list of strings or lists of token ids, got {prompts!r:.80}")
         return [
-            self.check_text(prompt, index) if isinstance(prompt, str) else self._check_ids(prompt, f"prompt {index}")
+            self.check_text(prompt, index)
+            if isinstance(prompt, str)
+            else self.check_prompt_ids(prompt, f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
 
@@ -106,7 +108,7 @@ class InputProcessor:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenise(texts, add_special_tokens) if texts else ())
         return [
-            self._check_ids(next(encoded), f"{name} {index}") if isinstance(prompt, str) else prompt
+            self.check_prompt_ids(next(encoded), f"{name} {index}") if isinstance(prompt, str) else prompt
             for index, prompt in enumerate(prompts, first_index)
         ]
 
@@ -174,16 +176,14 @@ class InputProcessor:
 
     def check_ids(self, ids: Any, name: str) -> "array[int]":
         """Token ids of the vocabulary, any number of them. Raises like `check_prompts`."""
-        if self._are_plain(ids):
-            return array("i", ids)
-        checked = _as_array(ids, name)
-        self._check_range(checked, name)
-        return array("i", checked.astype(np.int32).tobytes())
+        return array("i", ids) if self._are_plain(ids) else self._in_range(_as_array(ids, name), name)
 
-    def _check_ids(self, prompt: Any, name: str) -> "array[int]":
-        ids = prompt if self._are_plain(prompt) else _as_array(prompt, name)
+    def check_prompt_ids(self, prompt: Any, name: str) -> "array[int]":
+        """Token ids of the vocabulary, as many as a prompt may have. Raises like `check_prompts`."""
+        is_plain = self._are_plain(prompt)
+        ids = prompt if is_plain else _as_array(prompt, name)
         self._check_length(len(ids), name)
-        return self.check_ids(ids, name)
+        return array("i", ids) if is_plain else self._in_range(ids, name)
 
     def _are_plain(self, ids: Any) -> bool:
         """Whether it is a list of integers of the vocabulary, as most are: others take longer to look at."""
@@ -224,13 +224,14 @@ class InputProcessor:
             getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in methods
         )
 
-    def _check_range(self, ids: IdArray, name: str) -> None:
+    def _in_range(self, ids: IdArray, name: str) -> "array[int]":
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if len(outside):
             position = int(outside[0])
             raise ValueError(
                 f"{name}: token id {ids[position]} at position {position} is outside [0, {self.vocab_size})"
             )
+        return array("i", ids.astype(np.int32).tobytes())
 
     def _check_length(self, num_tokens: int, name: str) -> None:
         if num_tokens == 0:

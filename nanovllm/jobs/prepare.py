@@ -156,7 +156,7 @@ class Preparer:
 
     def _finish(self, parsed: _Parsed, token_ids: Any) -> PreparedRow | BadRow:
         try:
-            (checked,) = self._inputs.process_prompts([token_ids])
+            checked = self._inputs.check_prompt_ids(token_ids, "prompt 0")
         except (TypeError, ValueError) as error:
             return BadRow(parsed.row, _row_error(parsed.asked.place, error))
         return PreparedRow(parsed.row, checked, parsed.request, parsed.asked.params_place)
