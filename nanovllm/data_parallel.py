@@ -6,6 +6,7 @@ don't depend on who computes them. It has no weights, and touches no GPU.
 
 import os
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -52,8 +53,12 @@ class DataParallelLLM(LLM):
         self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (prepared,) = self.inputs.process_params(sampling_params, 1)
-        (packed,) = pack_params([prepared])
-        request_id = self._add(token_ids, prepared, packed)
+        return self.add_checked(token_ids, prepared)
+
+    def add_checked(self, token_ids: "array[int]", params: RequestParams) -> int:
+        self.check_open()
+        (packed,) = pack_params([params])
+        request_id = self._add(token_ids, params, packed)
         self._replicas.hand_out()
         return request_id
 

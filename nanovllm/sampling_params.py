@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from nanovllm.constraint import Constraint, check_constraints, make_constraint
+from nanovllm.constraint import Constraint, Kind, check_constraints, make_constraint
 from nanovllm.utils.checks import check_bool, check_int, check_number
 
 if TYPE_CHECKING:
@@ -115,39 +115,19 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        max_tokens = check_int("max_tokens", self.max_tokens, 1)
-        checked = {
-            "temperature": check_number("temperature", self.temperature, 0.0),
-            "max_tokens": max_tokens,
-            "min_tokens": check_int("min_tokens", self.min_tokens, 0, max_tokens),
-            "ignore_eos": check_bool("ignore_eos", self.ignore_eos),
-            "top_p": check_number("top_p", self.top_p, 0.0, 1.0, open_low=True),
-            "top_k": check_int("top_k", self.top_k, -1),
-            "min_p": check_number("min_p", self.min_p, 0.0, 1.0),
-            "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
-            "stop": _strings("stop", _given(self.stop)),
-            "include_stop_str_in_output": check_bool("include_stop_str_in_output", self.include_stop_str_in_output),
-            "stop_token_ids": _token_ids("stop_token_ids", _given(self.stop_token_ids)),
-            "skip_special_tokens": check_bool("skip_special_tokens", self.skip_special_tokens),
-            "n": check_int("n", self.n, 1),
-            "logprobs": _optional_count("logprobs", self.logprobs),
-            "prompt_logprobs": _optional_count("prompt_logprobs", self.prompt_logprobs),
-            "presence_penalty": check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
-            "frequency_penalty": check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
-            "repetition_penalty": check_number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True),
-            "logit_bias": _biases(_given(self.logit_bias)),
-            "bad_words": _bad_words(_given(self.bad_words)),
-            "allowed_token_ids": _allowed_ids(self.allowed_token_ids),
-            **check_constraints(
-                json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar
-            ),
-        }
+        # What is left at its default needs no check: jobs make these by the thousands, and most fields are.
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name]:
+                object.__setattr__(self, name, check(self, value))
+        constraints = {name: getattr(self, name) for name in _CONSTRAINTS}
+        if any(value is not None for value in constraints.values()):
+            for name, value in check_constraints(**constraints).items():
+                object.__setattr__(self, name, value)
         processor = self.logits_processor
         if processor is not None and not (callable(processor) and _is_hashable(processor)):
             raise TypeError(f"logits_processor must be a function that can be hashed, got {processor!r}")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.constraint is not None and (self.bad_words or self.allowed_token_ids is not None):
+        if (self.bad_words or self.allowed_token_ids is not None) and self.constraint is not None:
             name = "bad_words" if self.bad_words else "allowed_token_ids"
             raise ValueError(f"{self.constraint.kind} and {name} exclude each other: together they can allow no token")
         if self.n > 1 and self.is_greedy:
@@ -169,11 +149,18 @@ class SamplingParams:
             settings["temperature"] = 0.0
         return cls(**settings)
 
+    def with_seed(self, seed: int | None) -> "SamplingParams":
+        """A copy with another seed. Raises like the constructor, but checks nothing else again: so it takes little."""
+        copy = object.__new__(type(self))
+        checked = None if seed is None else check_int("seed", seed, 0, MAX_SEED)
+        vars(copy).update(vars(self), seed=checked)  # with cached properties: none depends on the seed
+        return copy
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
-    @property
+    @cached_property
     def constraint(self) -> Constraint | None:
         """What the output must match, if anything."""
         return make_constraint(json_schema=self.json_schema, regex=self.regex, choice=self.choice, grammar=self.grammar)
@@ -242,10 +229,6 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(check_int(f"each of {name}", token_id, 0) for token_id in value)
 
 
-def _optional_count(name: str, value: object) -> int | None:
-    return None if value is None else check_int(name, value, 0, MAX_LOGPROBS)
-
-
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """Pairs of a mapping, or pairs as they are (a checked `SamplingParams` that is copied has those)."""
     pairs = value.items() if isinstance(value, Mapping) else value
@@ -269,10 +252,36 @@ def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
     return tuple(words)
 
 
-def _allowed_ids(value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _allowed_ids(value: object) -> tuple[int, ...]:
     token_ids = tuple(dict.fromkeys(_token_ids("allowed_token_ids", value)))
     if not token_ids:
         raise ValueError("allowed_token_ids must have at least 1 token id, or be None, got none")
     return token_ids
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_CONSTRAINTS = get_args(Kind)
+# What makes of a field's value the one that is kept, or raises. In this order: min_tokens needs max_tokens.
+_CHECKS: dict[str, Callable[[SamplingParams, Any], Any]] = {
+    "max_tokens": lambda params, value: check_int("max_tokens", value, 1),
+    "temperature": lambda params, value: check_number("temperature", value, 0.0),
+    "min_tokens": lambda params, value: check_int("min_tokens", value, 0, params.max_tokens),
+    "ignore_eos": lambda params, value: check_bool("ignore_eos", value),
+    "top_p": lambda params, value: check_number("top_p", value, 0.0, 1.0, open_low=True),
+    "top_k": lambda params, value: check_int("top_k", value, -1),
+    "min_p": lambda params, value: check_number("min_p", value, 0.0, 1.0),
+    "seed": lambda params, value: check_int("seed", value, 0, MAX_SEED),
+    "stop": lambda params, value: _strings("stop", _given(value)),
+    "include_stop_str_in_output": lambda params, value: check_bool("include_stop_str_in_output", value),
+    "stop_token_ids": lambda params, value: _token_ids("stop_token_ids", _given(value)),
+    "skip_special_tokens": lambda params, value: check_bool("skip_special_tokens", value),
+    "n": lambda params, value: check_int("n", value, 1),
+    "logprobs": lambda params, value: check_int("logprobs", value, 0, MAX_LOGPROBS),
+    "prompt_logprobs": lambda params, value: check_int("prompt_logprobs", value, 0, MAX_LOGPROBS),
+    "presence_penalty": lambda params, value: check_number("presence_penalty", value, -MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": lambda params, value: check_number("frequency_penalty", value, -MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": lambda params, value: check_number("repetition_penalty", value, 0.0, open_low=True),
+    "logit_bias": lambda params, value: _biases(_given(value)),
+    "bad_words": lambda params, value: _bad_words(_given(value)),
+    "allowed_token_ids": lambda params, value: _allowed_ids(value),
+}

@@ -39,8 +39,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.is_byte_level = type(getattr(self._backend, "decoder", None)).__name__ == "ByteLevel"
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.is_byte_level = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
         vocab = {} if self.is_byte_level else tokenizer.get_vocab()
         names = (f"<0x{byte:02X}>" for byte in range(256))
         self.byte_ids = frozenset(vocab[name] for name in names if name in vocab)
@@ -48,10 +48,6 @@ class Detokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """The text of tokens, exactly as the tokenizer gives it."""
-        if self._backend is not None:  # the layers above it take three times as long
-            text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-            assert isinstance(text, str)
-            return text
         return _decode(self._tokenizer, token_ids, skip_special_tokens)
 
 
@@ -157,6 +153,10 @@ def _added(before: str, whole: str) -> str:
 
 
 def _decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
-    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # the layers above it take three times as long
+        text = backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    else:
+        text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

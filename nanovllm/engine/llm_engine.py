@@ -2,6 +2,7 @@
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -128,6 +129,11 @@ class LLMEngine:
         self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (params,) = self.inputs.process_params(sampling_params, 1)
+        return self.add_checked(token_ids, params)
+
+    def add_checked(self, token_ids: "array[int]", params: RequestParams) -> int:
+        """Queues a request of what `inputs` has made of a prompt and its params; `add_request` without the checks."""
+        self.check_open()
         seq = self.requests.make(token_ids, params)
         self._enqueue(seq)
         return seq.seq_id

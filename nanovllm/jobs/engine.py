@@ -84,7 +84,7 @@ class JobEngine:
 
     def add(self, row: PreparedRow) -> None:
         """Queues a row. The caller has asked `is_full`."""
-        self._rows[self._llm.add_request(row.token_ids, row.params)] = row, time.monotonic()
+        self._rows[self._llm.add_checked(row.token_ids, row.request)] = row, time.monotonic()
         self._num_samples += row.params.n
 
     def step(self) -> tuple[StepOutput, list[EndedRow]]:

@@ -20,7 +20,7 @@ class RowParams:
     """Makes the params of rows.
 
     Attributes:
-        flags: fields that hold for all rows that don't say otherwise.
+        flags: fields that hold for all rows that don't say otherwise; not the seed.
         seed: from which, with its index, each row gets the seed that it doesn't bring: so it doesn't matter which rows
             were completed before, and in what order.
     """
@@ -43,11 +43,15 @@ class RowParams:
         for name in own:
             if name not in FIELDS:
                 raise RowError(f"{prefix}.{name}", f"no such field{_nearest(name)}")
-        values = {"seed": row_seed(self.seed, index), **defaults, **self.flags, **own}
+        values = {"seed": self.seed_of(index), **defaults, **self.flags, **own}
         try:
             return SamplingParams(**values)
         except (TypeError, ValueError) as error:
             raise RowError(field_of(str(error), own, prefix), str(error)) from error
+
+    def seed_of(self, index: int) -> int:
+        """The seed of a row that brings none."""
+        return row_seed(self.seed, index)
 
 
 def row_seed(seed: int, index: int) -> int:

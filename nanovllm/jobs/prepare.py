@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.chat import ChatRenderer, check_conversations
-from nanovllm.engine.inputs import InputProcessor
+from nanovllm.engine.inputs import InputProcessor, RequestParams
 from nanovllm.jobs.errors import JobError, RowError
 from nanovllm.jobs.formats import RowFormat, RowRequest
 from nanovllm.jobs.params import RowParams, field_of
@@ -17,6 +17,8 @@ from nanovllm.sampling_params import SamplingParams
 
 # As much as `generate` tokenises between two steps: tens of milliseconds of work.
 CHUNK_CHARACTERS = 1 << 17
+# Rows that ask for the same share what is made of that; the latest so many kinds are remembered.
+_MAX_SHARED_PARAMS = 64
 # How the engine names the only prompt, conversation or params that it is given at a time.
 _ENGINE_PREFIX = re.compile(r"(?:prompt|conversation|sampling params) \d+(?:, message (?P<message>\d+))?:? ")
 
@@ -26,15 +28,23 @@ class PreparedRow:
     """A row that is ready for the engine.
 
     Attributes:
-        params_place: where in the row its params are.
-        grammar: what its constraint is compiled to, or will be; None if it has none.
+        request: its params, and what they mean to the engine.
+        params_place: where in the row those are.
     """
 
     row: Row
     token_ids: "array[int]"
-    params: SamplingParams
+    request: RequestParams
     params_place: str
-    grammar: "Future[Any] | None"
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def grammar(self) -> "Future[Any] | None":
+        """What its constraint is compiled to, or will be; None if it has none."""
+        return self.request.grammar
 
 
 @dataclass(frozen=True)
@@ -46,9 +56,8 @@ class BadRow:
 @dataclass(frozen=True)
 class _Parsed:
     row: Row
-    request: RowRequest
-    params: SamplingParams
-    grammar: "Future[Any] | None"
+    asked: RowRequest
+    request: RequestParams
     text: str | None  # None: the prompt is token ids
 
 
@@ -58,6 +67,7 @@ class Preparer:
     def __init__(self, inputs: InputProcessor, format: RowFormat, params: RowParams) -> None:
         self._inputs, self._format, self._params = inputs, format, params
         self._renderer: ChatRenderer | None = None
+        self._shared_params: dict[str, RequestParams] = {}
 
     def prepare(
         self, rows: Iterator[Row], max_rows: int, max_characters: int = CHUNK_CHARACTERS
@@ -88,24 +98,33 @@ class Preparer:
     def _parse(self, row: Row) -> _Parsed:
         if row.error is not None:
             raise row.error
-        request = self._format.parse(row)
-        params = self._params.make(row.index, request.params, request.defaults, request.params_place)
+        asked = self._format.parse(row)
+        return _Parsed(row, asked, self._params_of(row, asked), self._text_of(asked))
+
+    def _params_of(self, row: Row, asked: RowRequest) -> RequestParams:
+        kind = _kind_of(asked)
+        if (shared := self._shared_params.get(kind)) is not None:
+            return shared.with_seed(self._params.seed_of(row.index))
+        params = self._params.make(row.index, asked.params, asked.defaults, asked.params_place)
         try:
             (prepared,) = self._inputs.process_params(params, 1)
         except ImportError as error:
             raise JobError(str(error)) from error
         except ValueError as error:
-            place = field_of(str(error), request.params, request.params_place)
+            place = field_of(str(error), asked.params, asked.params_place)
             raise _row_error(place, error) from error
-        return _Parsed(row, request, params, prepared.grammar, self._text_of(request))
+        if kind and prepared.grammar is None:  # a grammar may still turn out to be wrong
+            if len(self._shared_params) == _MAX_SHARED_PARAMS:
+                self._shared_params.clear()
+            self._shared_params[kind] = prepared
+        return prepared
 
     def _text_of(self, request: RowRequest) -> str | None:
         try:
             if request.is_chat:
                 return self._render(request.prompt)
             if isinstance(request.prompt, str):
-                self._inputs.check_prompts([request.prompt])
-                return request.prompt
+                return self._inputs.check_text(request.prompt)
             return None
         except (TypeError, ValueError) as error:
             raise _row_error(request.place, error) from error
@@ -125,22 +144,32 @@ class Preparer:
             group = [
                 (place, one.text)
                 for place, one in enumerate(parsed)
-                if isinstance(one, _Parsed) and one.text is not None and one.request.is_chat == is_chat
+                if isinstance(one, _Parsed) and one.text is not None and one.asked.is_chat == is_chat
             ]
             if group:
                 encoded = self._inputs.tokenise([text for _, text in group], add_special_tokens=not is_chat)
                 token_ids.update(zip([place for place, _ in group], encoded, strict=True))
         return [
-            one if isinstance(one, BadRow) else self._finish(one, token_ids.get(place, one.request.prompt))
+            one if isinstance(one, BadRow) else self._finish(one, token_ids.get(place, one.asked.prompt))
             for place, one in enumerate(parsed)
         ]
 
     def _finish(self, parsed: _Parsed, token_ids: Any) -> PreparedRow | BadRow:
         try:
-            (checked,) = self._inputs.process_prompts([token_ids])
+            checked = self._inputs.check_prompt_ids(token_ids, "prompt 0")
         except (TypeError, ValueError) as error:
-            return BadRow(parsed.row, _row_error(parsed.request.place, error))
-        return PreparedRow(parsed.row, checked, parsed.params, parsed.request.params_place, parsed.grammar)
+            return BadRow(parsed.row, _row_error(parsed.asked.place, error))
+        return PreparedRow(parsed.row, checked, parsed.request, parsed.asked.params_place)
+
+
+def _kind_of(asked: RowRequest) -> str:
+    """Equal for rows that ask for the same params, and empty where that isn't worth looking for."""
+    if asked.params.get("seed") is not None:
+        return ""
+    try:
+        return repr((asked.params, asked.defaults))  # tells true from 1, which are equal
+    except RecursionError:
+        return ""
 
 
 def check_rows(rows: Iterable[Row], preparer: Preparer) -> Iterator[PreparedRow | BadRow]:

@@ -15,6 +15,7 @@ from typing import Any
 from nanovllm.jobs.errors import JobError
 
 _SECONDS_BETWEEN_SYNCS = 30.0
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 
 
 class RowSet:
@@ -166,7 +167,7 @@ def to_line(record: Mapping[str, Any]) -> bytes:
     """The record as a line of JSON. What has no such form, as a date of a Parquet file, becomes a string; numbers that
     aren't finite become null."""
     try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+        text = _ENCODER.encode(record)
     except ValueError:
         text = json.dumps(_without_nan(record), ensure_ascii=False, default=str)
     try:
