@@ -74,11 +74,6 @@ class JobEngine:
         return len(self._rows)
 
     @property
-    def has_idle_places(self) -> bool:
-        """Whether it holds fewer rows than can run."""
-        return self._num_samples < self._max_running
-
-    @property
     def is_full(self) -> bool:
         return self._num_samples >= self._max_running + self._llm.num_wanted
 

@@ -16,7 +16,7 @@ from nanovllm.jobs.readers import Row
 from nanovllm.sampling_params import SamplingParams
 
 # As much as `generate` tokenises between two steps: tens of milliseconds of work.
-CHUNK_CHARACTERS = 1 << 17
+_CHUNK_CHARACTERS = 1 << 17
 # Rows that ask for the same share what is made of that; the latest so many kinds are remembered.
 _MAX_SHARED_PARAMS = 64
 # How the engine names the only prompt, conversation or params that it is given at a time.
@@ -69,20 +69,15 @@ class Preparer:
         self._renderer: ChatRenderer | None = None
         self._shared_params: dict[str, RequestParams] = {}
 
-    def prepare(
-        self, rows: Iterator[Row], max_rows: int, max_characters: int = CHUNK_CHARACTERS
-    ) -> list[PreparedRow | BadRow]:
+    def prepare(self, rows: Iterator[Row], max_rows: int) -> list[PreparedRow | BadRow]:
         """The next rows, a chunk of them, in their order; none if there are no more.
-
-        Args:
-            max_characters: of their texts; the last one may exceed it.
 
         Raises:
             JobError: the model can't do what the row wants, and no other row either.
         """
         parsed: list[_Parsed | BadRow] = []
         num_characters = 0
-        while len(parsed) < max_rows and num_characters < max_characters:
+        while len(parsed) < max_rows and num_characters < _CHUNK_CHARACTERS:
             row = next(rows, None)
             if row is None:
                 break

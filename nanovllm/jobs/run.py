@@ -13,16 +13,12 @@ from nanovllm.jobs.engine import EndedRow, JobEngine
 from nanovllm.jobs.errors import JobError, RowError, one_line
 from nanovllm.jobs.formats import RowFormat
 from nanovllm.jobs.job import Job
-from nanovllm.jobs.prepare import CHUNK_CHARACTERS, BadRow, PreparedRow, Preparer, check_rows, grammar_error
+from nanovllm.jobs.prepare import BadRow, PreparedRow, Preparer, check_rows, grammar_error
 from nanovllm.jobs.progress import JobProgress
 from nanovllm.jobs.readers import Row
 from nanovllm.jobs.results import ResultFile
 from nanovllm.jobs.signals import StopSignals
 from nanovllm.jobs.watch import JobWatch
-
-# A part of a chunk is prepared in about the time of a step: so many make a chunk, but each has some rows.
-_PARTS = 32
-_FEWEST_ROWS = 32
 
 
 def run_job(job: Job) -> int:
@@ -125,7 +121,7 @@ class _Loop:
 
     def turn(self) -> None:
         """Prepares at most a chunk of rows, lets the engine have what it wants, and computes a step."""
-        if not self._is_read and not self.engine.is_full:
+        if not self._ready and not self._is_read and not self.engine.is_full:
             self._prepare()
         while self._ready and not self.engine.is_full:
             self._add(self._ready.popleft())
@@ -152,12 +148,7 @@ class _Loop:
         self.progress.update(None, 0, 1)
 
     def _prepare(self) -> None:
-        max_rows, max_characters = self.engine.max_rows, CHUNK_CHARACTERS
-        if not self.engine.has_idle_places:  # the device has enough to do: it needn't wait for a whole chunk
-            max_rows, max_characters = max(max_rows // _PARTS, _FEWEST_ROWS), max_characters // _PARTS
-        if len(self._ready) >= max_rows:
-            return
-        chunk = self.preparer.prepare(self.rows, max_rows, max_characters)
+        chunk = self.preparer.prepare(self.rows, self.engine.max_rows)
         self._is_read = not chunk
         self._ready.extend(one for one in chunk if isinstance(one, PreparedRow))
         bad = [one for one in chunk if isinstance(one, BadRow)]
