@@ -156,6 +156,8 @@ def test_asyncio(make_async_llm: Any, go_on: threading.Event) -> None:
         slow = [asyncio.create_task(engine.generate("a", SLOW)) for _ in range(2)]
         failing = asyncio.create_task(engine.generate("a", replace(SLOW_AND_WRONG, seed=1)))
         gone = asyncio.create_task(collect(engine.stream("a", SLOW)))
+        while engine._driver._llm.entrance.num_held < 4:
+            await asyncio.sleep(0.01)
         text, token_ids, reason = await collect(engine.stream("b", replace(FAST, seed=2)))
         assert text.startswith("fast") and len(token_ids) == 5 and reason == "stop"
         gone.cancel()

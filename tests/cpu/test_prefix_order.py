@@ -478,9 +478,10 @@ def test_job_on_a_file_looks_ahead(byte_llama: Any, monkeypatch: pytest.MonkeyPa
     settings = {"device": "cpu", "num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_num_seqs": 4}
     for num_groups, expected in ((3, 44), (10_000, 8)):
         with JobEngine(str(byte_llama), **settings) as engine:
+            (request,) = engine.inputs.process_params(SamplingParams(max_tokens=2, ignore_eos=True), 1)
             for index in range(100):
                 if not engine.is_full:
                     prompt = array("i", [index % num_groups] * 17)
-                    row: Any = SimpleNamespace(token_ids=prompt, params=SamplingParams(max_tokens=2, ignore_eos=True))
+                    row: Any = SimpleNamespace(token_ids=prompt, request=request, params=request.params)
                     engine.add(row)
             assert engine.num_rows == expected
