@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,10 +17,10 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import block_copier, memory
+from nanovllm.engine import block_copier, memory, model_runner
 from nanovllm.engine import block_manager as block_manager_module
 from nanovllm.engine.admission import BlockForecast
-from nanovllm.engine.block_copier import make_copier
+from nanovllm.engine.block_copier import BlockCopier, make_copier
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.host_cache import BlockCopies, HostCache, max_copies_a_step, min_blocks_worth_copying
 from nanovllm.engine.memory import GIB, host_cache_bytes
@@ -703,3 +704,18 @@ def test_replicas(random_llama: Any, big: LLM) -> None:
     with LLM(str(random_llama[0]), device="cpu", data_parallel_size=2, kv_offload_gb=0.01, **TINY) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == expected
+
+
+def test_memory_of_no_use_is_given_back(random_llama: Any, make_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is copied faster than computed, as may be on a GPU."""
+    llm = make_llm(random_llama[0], kv_offload_gb=0.01, **TINY)
+    runner, closed = llm.runner, []
+    close = BlockCopier.close
+    monkeypatch.setattr(BlockCopier, "close", lambda copier: (closed.append(copier), close(copier)))
+    monkeypatch.setattr(model_runner, "find_crossover", lambda *figures: None)
+    monkeypatch.setattr(runner, "_measure_prefill", lambda: 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "device", SimpleNamespace(type="a GPU"))
+        runner._prepare_offload()
+    assert runner._copier is None and runner.num_host_blocks == 0 and len(closed) == 1
+    assert llm._make_host_cache() is None

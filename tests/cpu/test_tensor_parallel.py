@@ -12,8 +12,10 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import dummy_batch
 from nanovllm.engine.grammar_matcher import MaskFilling
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prefix_groups import MAX_CAPACITY
 from nanovllm.engine.step_memory import StepLimits, StepMemory
+from nanovllm.engine.tensor_parallel import TensorParallelRunner
 from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.models import build_model, resolve_architecture
 from nanovllm.utils.checkpoint import DirectoryCheckpoint
@@ -210,3 +212,17 @@ def test_step_memory_holds_the_largest_step() -> None:
         assert (copy.num_decode_seqs, copy.max_query_len) == (batch.num_decode_seqs, batch.max_query_len)
         assert copy.is_pure_decode == batch.is_pure_decode
     assert SINGLE.size == 1
+
+
+def test_a_capture_leaves_nobody_to_be_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It samples for no step: if it fails, the others are in the midst of one, and have to be ended."""
+
+    def sample(self: ModelRunner, *args: Any) -> Any:
+        self._num_awaited = 0  # type: ignore[attr-defined]
+        raise MemoryError
+
+    monkeypatch.setattr(ModelRunner, "_sample", sample)
+    runner = object.__new__(TensorParallelRunner)
+    with pytest.raises(MemoryError):
+        runner._sample_for_capture(None, None)  # type: ignore[arg-type]
+    assert runner._num_awaited is None
