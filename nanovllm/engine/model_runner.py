@@ -28,6 +28,7 @@ from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_tensors import StepTensors, host_ints, upload, upload_extras, upload_ints, view_flat
 from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.parallel import SINGLE, Parallel
+from nanovllm.layers.peers import connect_peers
 from nanovllm.layers.sampler import sample
 from nanovllm.models import build_model, resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
@@ -88,6 +89,9 @@ class ModelRunner:
         config = self.config
         model_class, spec = resolve_architecture(checkpoint.config)
         attention_spec = spec.attention_spec(self.dtype, self.device, config.kvcache_block_size, self.parallel)
+        max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        sizes = (max_rows, spec.hidden_size, spec.vocab_size)
+        self.parallel = connect_peers(self.parallel, self.device, self.dtype, *sizes)
         backends = select_backends(attention_spec, config.attention_backend)
         self.attention_name, self.block_size = backends.name, backends.block_size
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -68,9 +68,9 @@ class TensorParallelRunner(ModelRunner):
             setup = WorkerSetup(config, checkpoint.location, max_model_len, num_sampled_ids, limits, store.port)
             self._workers.tell(setup)
             device = resolve_device(config.device)
-            group = connect(device, store.port, 0, size, STEP_TIMEOUT_SECONDS)
-            with self._aborting_exchanges(group, device):
-                super().__init__(config, checkpoint, max_model_len, num_sampled_ids, Parallel(0, size, group))
+            self.parallel = connect(device, store.port, 0, size, STEP_TIMEOUT_SECONDS)
+            with self._aborting_exchanges(device):
+                super().__init__(config, checkpoint, max_model_len, num_sampled_ids, self.parallel)
                 self._workers.hear()
         except BaseException as error:
             if isinstance(error, ExchangeError) or (self._workers.has_dead() and not self.is_lost):  # which is why
@@ -118,14 +118,18 @@ class TensorParallelRunner(ModelRunner):
                 self._release_others()
         self._workers.close()
         if self.device.type == "cuda":
-            self.graphs = None  # NCCL waits for those that hold its exchanges
-            self.parallel.group.abort()  # what still waits for a rank that was lost
+            # What still waits for a rank that was lost. NCCL waits for graphs that hold its exchanges, and those for it
+            # if they run: so both at the same time.
+            aborting = threading.Thread(target=self.parallel.abort)
+            aborting.start()
+            self.graphs = None
+            aborting.join()
         super().close()
         self.parallel = SINGLE  # the group ends before the store that it looks into
         del self._store
 
     @contextmanager
-    def _aborting_exchanges(self, group: Any, device: torch.device) -> Iterator[None]:
+    def _aborting_exchanges(self, device: torch.device) -> Iterator[None]:
         """While the model is made: if another rank dies, a GPU would wait for it in an exchange, and this thread for
         the GPU. On a CPU an exchange fails by itself."""
         if device.type == "cpu":
@@ -136,8 +140,7 @@ class TensorParallelRunner(ModelRunner):
         def watch() -> None:
             while not is_made.wait(_SECONDS_BETWEEN_LOOKS):
                 if self._workers.has_dead():
-                    group.abort()
-                    return
+                    self.parallel.abort()  # again and again: others may not have come as far, and live on
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()

@@ -93,7 +93,7 @@ def _serve(rank: int, connection: Connection, memory_fd: int) -> None:
     memory = StepMemory(setup.limits, memory_fd)
     memory.close_file()
     device = resolve_device(setup.config.device, rank)
-    parallel = Parallel(rank, size, connect(device, setup.port, rank, size, _PATIENCE_SECONDS))
+    parallel = connect(device, setup.port, rank, size, _PATIENCE_SECONDS)
     runner = FollowingRunner(setup, parallel, connection)
     connection.send(True)
     while (message := connection.recv()) is not None:

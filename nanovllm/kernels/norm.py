@@ -1,10 +1,11 @@
-"""RMSNorm, alone and fused with the residual addition before it."""
+"""RMSNorm, alone and fused with the residual addition before it, and with the sum over ranks before that."""
 
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.common import launch_options, scale_by_weight, wait_for_previous_kernel
+from nanovllm.kernels.peer_exchange import Exchange, leave, load_sum, meet
 
 
 @triton.jit
@@ -18,10 +19,14 @@ def _rms_norm_kernel(
     out_row,
     eps,
     piece_stride,
+    flags_ptr,  # these two are None, and x_ptr is x, if there is one rank; else x_ptr is where the ranks' parts are
+    counter_ptr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     PIECES: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -30,12 +35,19 @@ def _rms_norm_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     wait_for_previous_kernel(PDL)
-    x = tl.load(x_ptr + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
-    for piece in tl.static_range(1, PIECES):
-        x += tl.load(x_ptr + piece * piece_stride + row * x_row + column, mask=mask, other=0.0)
-    if ADD:
+    if ADD:  # loaded first: while this rank waits for the others, if there are any
         residual_ptr += row * residual_row
-        x += tl.load(residual_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    if RANKS == 1:
+        x = tl.load(x_ptr + row * x_row + column, mask=mask, other=0.0).to(tl.float32)
+        for piece in tl.static_range(1, PIECES):
+            x += tl.load(x_ptr + piece * piece_stride + row * x_row + column, mask=mask, other=0.0)
+    else:
+        number = meet(flags_ptr, counter_ptr, RANK, RANKS)
+        x = load_sum(x_ptr, row * HIDDEN + column, mask, dtype, RANKS)
+        leave(counter_ptr, number)
+    if ADD:
+        x += residual
         stored = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + column, stored, mask=mask)
         x = stored.to(tl.float32)  # the norm sees the sum as the next layer will: rounded to the model's dtype
@@ -45,14 +57,18 @@ def _rms_norm_kernel(
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+    exchange: Exchange | None = None,
 ) -> torch.Tensor:
-    hidden = x.shape[-1]
-    if weight.shape != (hidden,) or x.stride(-1) != 1:
-        raise ValueError(f"x {tuple(x.shape)} must end in a contiguous dimension of weight's {tuple(weight.shape)}")
+    hidden = weight.shape[0]
     if out is None:
         out = torch.empty_like(x if residual is None else residual, memory_format=torch.contiguous_format)
-    rows, out_rows = x.reshape(-1, hidden), out.view(-1, hidden)  # [num_rows, hidden], x's with all pieces
+    out_rows = out.view(-1, hidden)
+    rows = x.view(-1, 1) if exchange is not None else x.reshape(-1, hidden)  # [num_rows, hidden], with all pieces
     residual_rows = rows if residual is None else residual.view(-1, hidden)
     num_rows = len(out_rows)
     block = triton.next_power_of_2(hidden)
@@ -67,10 +83,13 @@ def _launch(
             out_rows.stride(0),
             eps,
             num_rows * rows.stride(0),
+            None if exchange is None else exchange.flags,
+            None if exchange is None else exchange.counter,
             HIDDEN=hidden,
             BLOCK=block,
             ADD=residual is not None,
-            PIECES=len(rows) // num_rows,
+            PIECES=len(rows) // num_rows if exchange is None else 1,
+            **({"RANK": 0, "RANKS": 1} if exchange is None else exchange.constants()),
             num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread, so that loads are 16 bytes wide
             **launch_options(x.device),
         )
@@ -84,17 +103,36 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     Normalises in fp32, rounds to x's dtype, then multiplies by weight: the order of Hugging Face's modules.
     Raises ValueError when the shapes disagree.
     """
+    _check(x, weight)
     return _launch(x, None, weight, eps, out)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    exchange: Exchange | None = None,
+) -> torch.Tensor:
     """residual += x in place (fp32 sum, rounded to the residual's dtype), then the RMSNorm of that sum.
 
     x, residual: [..., hidden], residual contiguous; weight: [hidden]; returns a new tensor of the residual's shape and
     dtype. x may also be the partial sums of one, [num_pieces, ..., hidden] contiguous fp32: they are added up first.
+    With an exchange, x is int64 [num_ranks]: where each rank has its part of the sum, contiguous and like the residual,
+    at a multiple of 16 bytes. All ranks get the same bits.
     Raises ValueError when the shapes disagree.
     """
-    is_in_pieces = x.shape[1:] == residual.shape and x.is_contiguous()
-    if not (residual.shape == x.shape or is_in_pieces) or not residual.is_contiguous():
+    if exchange is not None:
+        _check(residual, weight)
+        is_like = x.shape == (exchange.num_ranks,) and x.dtype == torch.int64
+    else:
+        _check(x, weight)
+        is_like = residual.shape == x.shape or (x.shape[1:] == residual.shape and x.is_contiguous())
+    if not is_like or not residual.is_contiguous():
         raise ValueError(f"residual {tuple(residual.shape)} must be contiguous and have x's shape {tuple(x.shape)}")
-    return _launch(x, residual, weight, eps, None)
+    return _launch(x, residual, weight, eps, exchange=exchange)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.shape != x.shape[-1:] or x.stride(-1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} must end in a contiguous dimension of weight's {tuple(weight.shape)}")

@@ -113,6 +113,7 @@ def skinny_linear(
     *,
     silu_and_mul: bool = False,
     in_pieces: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x weight^T + bias, in fp32, rounded once.
 
@@ -121,14 +122,17 @@ def skinny_linear(
     bias:         [out_features] or None
     silu_and_mul: the weight is two of [out_features, in_features], gate first; gives silu(x gate^T) * (x up^T)
     in_pieces:    the result may come as partial sums: [num_pieces, num_rows, out_features] fp32, to be added up
+    out:          [num_rows, out_features] of x's dtype, contiguous, or None to allocate it; not in pieces
     returns:      [num_rows, out_features] of x's dtype, or pieces
-    Raises ValueError when the shapes disagree, and for a bias with silu_and_mul or in_pieces.
+    Raises ValueError when the shapes disagree, for a bias with silu_and_mul or in_pieces, and for out with in_pieces.
     """
     num_rows, in_features = x.shape
     if weight.shape[1] != in_features or in_features % INNER or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must agree, in multiples of {INNER}")
     if bias is not None and (silu_and_mul or in_pieces):
         raise ValueError("a bias goes with neither silu_and_mul nor in_pieces")
+    if out is not None and in_pieces:
+        raise ValueError("the pieces' number is not known beforehand, so they can't go to a given tensor")
     out_features = weight.shape[0] // (2 if silu_and_mul else 1)
     rows, columns, num_warps, num_stages = next(tile for limit, tile in _TILES.items() if num_rows <= limit)
     grid = (triton.cdiv(out_features, columns), triton.cdiv(num_rows, rows))
@@ -140,7 +144,10 @@ def skinny_linear(
             num_pieces *= 2
     piece = in_features // num_pieces
     shape = (num_pieces, num_rows, out_features) if num_pieces > 1 else (num_rows, out_features)
-    out = torch.empty(shape, dtype=torch.float32 if num_pieces > 1 else x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32 if num_pieces > 1 else x.dtype, device=x.device)
+    elif out.shape != shape or not out.is_contiguous():
+        raise ValueError(f"out {tuple(out.shape)} must be contiguous and {shape}")
     if num_rows == 0:
         return out
     _skinny_linear_kernel[(*grid, num_pieces)](

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.parallel import SINGLE, Parallel
+from nanovllm.layers.peers import EMBEDDING
 
 
 class VocabEmbedding(nn.Module):
@@ -23,11 +24,20 @@ class VocabEmbedding(nn.Module):
         (own,) = self.rows.pieces
         is_own = (token_ids >= own.start) & (token_ids < own.stop)
         vectors = F.embedding(torch.where(is_own, token_ids - own.start, 0), self.weight)
-        return self.parallel.all_reduce(vectors.masked_fill_(~is_own[:, None], 0))
+        vectors.masked_fill_(~is_own[:, None], 0)
+        peers = self.parallel.peers
+        if peers is not None and peers.serves(len(token_ids)):
+            result = peers.begin_sum(EMBEDDING, len(token_ids))
+            result.part.copy_(vectors)
+            return result.total()
+        return self.parallel.all_reduce(vectors)
 
 
 class LMHead(VocabEmbedding):
     """Hidden states [N, hidden_size] -> logits [N, vocab_size], on rank 0; what others get is of no use."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        peers = self.parallel.peers
+        if peers is not None and peers.serves(len(hidden)):
+            return peers.multiply_on_first(hidden, self.weight)[:, : self.rows.size]
         return self.parallel.gather_vocab(F.linear(hidden, self.weight), self.rows.size)

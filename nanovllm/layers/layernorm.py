@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm import kernels
+from nanovllm.layers.peers import PartialSum
 
 
 class RMSNorm(nn.Module):
@@ -22,9 +23,11 @@ class RMSNorm(nn.Module):
         x32 = x.float()
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
-    def add_and_normalize(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x [T, size], or partial sums of it [num_pieces, T, size] on a GPU, to the residual [T, size] in place,
-        and returns the sum normalised."""
+    def add_and_normalize(self, x: torch.Tensor | PartialSum, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x [T, size], or partial sums of it on a GPU, [num_pieces, T, size] or of several ranks, to the residual
+        [T, size] in place, and returns the sum normalised."""
+        if isinstance(x, PartialSum):
+            return x.add_and_normalize(residual, self.weight, self.eps)
         if kernels.serve(x):
             from nanovllm.kernels.norm import add_rms_norm
 

@@ -9,6 +9,7 @@ from torch import nn
 from nanovllm import kernels
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.parallel import SINGLE, Parallel, Shard
+from nanovllm.layers.peers import PartialSum
 
 
 class Linear(nn.Module):
@@ -22,9 +23,9 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, self.bias)
 
-    def in_pieces(self, x: torch.Tensor) -> torch.Tensor:
-        """What `forward` gives, or float32 partial sums of it [num_pieces, T, out_features], as a GPU likes it better.
-        `RMSNorm.add_and_normalize` takes either."""
+    def in_pieces(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+        """What `forward` gives, or float32 partial sums of it [num_pieces, T, out_features], or one of ranks, as a GPU
+        likes it better. `RMSNorm.add_and_normalize` takes any."""
         if self.bias is None and _is_skinny(x, self.weight, in_pieces=True):
             from nanovllm.kernels.skinny_linear import skinny_linear
 
@@ -32,30 +33,46 @@ class Linear(nn.Module):
         output: torch.Tensor = self(x)
         return output
 
-    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         if _is_skinny(x, self.weight):
             from nanovllm.kernels.skinny_linear import skinny_linear
 
-            return skinny_linear(x, self.weight, bias)
-        return F.linear(x, self.weight, bias)
+            return skinny_linear(x, self.weight, bias, out=out)
+        if out is None:
+            return F.linear(x, self.weight, bias)
+        if bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(bias, x, self.weight.t(), out=out)
 
 
 class RowLinear(Linear):
-    """A projection whose input features are shared out over the ranks: each gives a part of every sum."""
+    """A projection whose input features are shared out over the ranks: each gives a part of every sum.
 
-    def __init__(self, columns: Shard, out_features: int, bias: bool = False, parallel: Parallel = SINGLE) -> None:
+    Attributes:
+        place: where these sums are in `Peers`, if the ranks have that.
+    """
+
+    def __init__(
+        self, columns: Shard, out_features: int, bias: bool = False, parallel: Parallel = SINGLE, place: int = 0
+    ) -> None:
         super().__init__(len(columns), out_features, bias)
-        self.columns, self.parallel = columns, parallel
+        self.columns, self.parallel, self.place = columns, parallel, place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if self.parallel.size == 1 else self._reduce(self._multiply(x, None))
 
-    def in_pieces(self, x: torch.Tensor) -> torch.Tensor:
+    def in_pieces(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+        peers = self.parallel.peers
+        if peers is not None and peers.serves(len(x)):
+            result = peers.begin_sum(self.place, len(x))
+            self._multiply(x, self.bias if self.parallel.rank == 0 else None, out=result.part)  # a bias counts once
+            return result
         if self.parallel.size == 1 or self.bias is not None:
             return super().in_pieces(x)
         if not _is_skinny(x, self.weight, in_pieces=True):
             return self(x)
         pieces = super().in_pieces(x)
+        assert isinstance(pieces, torch.Tensor)
         return self._reduce(pieces.sum(0).to(x.dtype) if pieces.dim() == 3 else pieces)
 
     def _reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from nanovllm.layers.peers import Peers
 
 
 class ExchangeError(RuntimeError):
@@ -62,11 +65,15 @@ class Parallel:
         rank: 0 to size - 1; rank 0 samples.
         size: number of ranks.
         group: a process group of torch, of its own; None if there is one rank.
+        store: where the ranks leave word for one another while they connect.
+        peers: for exchanges of little between GPUs that reach each other's memory; None if they don't.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    store: Any = None
+    peers: "Peers | None" = None
 
     def shard(self, size: int) -> Shard:
         """This rank's part of `size` features."""
@@ -108,6 +115,12 @@ class Parallel:
             _complete(lambda: self.group.allreduce([x]).wait())
         return x
 
+    def abort(self) -> None:
+        """Ends exchanges on a GPU, and all later ones, whatever they do: some rank is lost."""
+        if self.peers is not None:
+            self.peers.release()
+        self.group.abort()
+
     def gather_vocab(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """[N, padded_vocab] of each rank -> on rank 0, [N, vocab_size]; the others get back their own."""
         if self.size == 1:
@@ -119,8 +132,10 @@ class Parallel:
         return torch.cat(parts, dim=1)[:, :vocab_size] if parts else logits
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x, on each rank. Overwrites the others' x."""
-        if self.size > 1:
+        """Rank 0's x [N], on each rank. Overwrites the others' x."""
+        if self.peers is not None and self.peers.serves(len(x)):
+            self.peers.broadcast(x)
+        elif self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = options.rootTensor = 0
             _complete(lambda: self.group.broadcast([x], options).wait())
@@ -146,10 +161,10 @@ def make_store() -> TCPStore:
     return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect(device: torch.device, port: int, rank: int, size: int, timeout: float) -> Any:
-    """A rank's process group: NCCL for a CUDA device, gloo for the CPU. Returns when all ranks are connected.
+def connect(device: torch.device, port: int, rank: int, size: int, timeout: float) -> Parallel:
+    """A rank's place, with a process group: NCCL for a CUDA device, gloo for the CPU. Returns when all are connected.
 
-    It is none of those that torch knows by name, so a process may have several, and the caller's are left alone.
+    The group is none of those that torch knows by name, so a process may have several; the caller's are left alone.
 
     Args:
         port: of the store that rank 0 has made.
@@ -158,16 +173,17 @@ def connect(device: torch.device, port: int, rank: int, size: int, timeout: floa
     Raises:
         ExchangeError: the others could not be reached.
     """
-    store = PrefixStore("nanovllm", TCPStore("127.0.0.1", port, None, False))
+    store = TCPStore("127.0.0.1", port, None, False)
+    group_store = PrefixStore("group", store)
     if device.type == "cuda":
-        group: Any = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        group: Any = dist.ProcessGroupNCCL(group_store, rank, size, dist.ProcessGroupNCCL.Options())
         with torch.cuda.device(device):  # NCCL connects with the first exchange, and could not be stopped while it does
             _complete(lambda: group.allreduce([torch.zeros(1, device=device)]).wait())
             torch.cuda.synchronize(device)
-        return group
+        return Parallel(rank, size, group, store)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout)
     groups: list[Any] = []
-    _complete(lambda: groups.append(dist.ProcessGroupGloo(store, rank, size, options)))
-    return groups[0]
+    _complete(lambda: groups.append(dist.ProcessGroupGloo(group_store, rank, size, options)))
+    return Parallel(rank, size, groups[0], store)

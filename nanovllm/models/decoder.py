@@ -13,6 +13,7 @@ from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import GatedLinear, MergedLinear, RowLinear
 from nanovllm.layers.parallel import SINGLE, HeadShare, Parallel
+from nanovllm.layers.peers import ATTENTION, MLP, PartialSum
 from nanovllm.layers.rotary_embedding import RopeSpec, RotaryEmbedding, Rotation
 
 # Field of the spec -> key of a transformers config.
@@ -113,7 +114,7 @@ class DecoderAttention(nn.Module):
         heads = spec.head_share(parallel)
         parts = {"q_proj": heads.query_rows, "k_proj": heads.kv_rows, "v_proj": heads.kv_rows}
         self.qkv_proj = MergedLinear(spec.hidden_size, parts, spec.qkv_bias)
-        self.o_proj = RowLinear(heads.query_rows, spec.hidden_size, spec.output_bias, parallel)
+        self.o_proj = RowLinear(heads.query_rows, spec.hidden_size, spec.output_bias, parallel, ATTENTION)
         self.norms = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
@@ -121,7 +122,7 @@ class DecoderAttention(nn.Module):
             self.norms = (self.q_norm, self.k_norm)
         self.attention = Attention(heads.num_heads, len(heads.kv_heads), spec.head_dim)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor | PartialSum:
         return self.o_proj.in_pieces(self.attention(self.qkv_proj(hidden), self.norms, rotation))
 
 
@@ -130,9 +131,9 @@ class DecoderMLP(nn.Module):
         super().__init__()
         features = parallel.shard(spec.intermediate_size)
         self.gate_up_proj = GatedLinear(spec.hidden_size, features, spec.mlp_bias)
-        self.down_proj = RowLinear(features, spec.hidden_size, spec.mlp_bias, parallel)
+        self.down_proj = RowLinear(features, spec.hidden_size, spec.mlp_bias, parallel, MLP)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor | PartialSum:
         return self.down_proj.in_pieces(self.gate_up_proj(hidden))
 
 

@@ -1,0 +1,137 @@
+"""Exchanges of ranks that are, here, so many sets of memory on one device.
+
+One rank's kernels run at a time, so the flags that it would wait for are set beforehand, as the others would have set
+them. That ranks do wait for one another is tested on several GPUs, by the engine's tests.
+"""
+
+import pytest
+import torch
+
+from nanovllm.kernels.norm import add_rms_norm
+from nanovllm.kernels.peer_exchange import (
+    FLAG_STRIDE,
+    RELEASED,
+    Exchange,
+    broadcast_first,
+    meet_others,
+    sum_parts,
+)
+from tests.kernels.reference import assert_as_exact_as_torch
+from tests.kernels.reference import rms_norm as reference
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = [2, 3, 4]
+
+
+def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
+
+
+class Ranks:
+    """All ranks' state; `flags` are kept alive here."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.flags = [torch.zeros(size * FLAG_STRIDE.value, dtype=torch.int64, device=device) for _ in range(size)]
+        where = addresses(self.flags)
+        counters = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(size)]
+        self.exchanges = [Exchange(rank, size, where, counters[rank]) for rank in range(size)]
+
+    def arrive(self, rank: int, number: int) -> None:
+        """Sets the flags that the others have with a rank."""
+        for other, flags in enumerate(self.flags):
+            if other != rank:
+                flags[rank * FLAG_STRIDE.value] = number
+
+    def seen(self, rank: int) -> list[int]:
+        """A rank's flags."""
+        return self.flags[rank][:: FLAG_STRIDE.value].tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_meetings_are_counted(size: int, device: torch.device) -> None:
+    ranks = Ranks(size, device)
+    for number in (1, 2, 3):
+        for rank in range(1, size):
+            ranks.arrive(rank, number)
+        meet_others(ranks.exchanges[0])
+        assert ranks.exchanges[0].counter.tolist() == [number, 0]
+        assert ranks.seen(0) == [0] + [number] * (size - 1)
+        assert ranks.seen(1) == [number if rank != 1 else 0 for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 80), (3, 1000)])
+def test_sums(size: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device, generator) -> None:
+    """Every rank gets the same bits, those of a sum in float32 in the order of the ranks."""
+    ranks = Ranks(size, device)
+    parts = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(size)]
+    for rank in range(size):
+        ranks.arrive(rank, RELEASED)
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected = expected + part.float()
+    for exchange in ranks.exchanges:
+        out = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        assert sum_parts(addresses(parts), out, exchange) is out
+        assert torch.equal(out, expected.to(dtype))
+        assert exchange.counter.tolist() == [1, 0]  # however many programs it took
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 80), (2, 4096)])
+def test_sum_and_norm(size: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device, generator) -> None:
+    ranks = Ranks(size, device)
+    parts = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(size)]
+    residual = torch.randn(shape, generator=generator).to(device, dtype)
+    weight = torch.randn(shape[-1], generator=generator).to(device, dtype)
+    for rank in range(size):
+        ranks.arrive(rank, RELEASED)
+    total = (torch.stack(parts).float().sum(0) + residual.float()).to(dtype)
+    results = []
+    for exchange in ranks.exchanges:
+        stream = residual.clone()
+        out = add_rms_norm(addresses(parts), stream, weight, 1e-6, exchange)
+        assert torch.allclose(stream, total, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        assert_as_exact_as_torch(out, reference, stream, weight, floor=1e-5)
+        results.append((stream, out))
+    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_values", [1, 7, 512, 1300])
+def test_broadcasts(size: int, num_values: int, device: torch.device) -> None:
+    """By turns into either half of an inbox, so that one is not overwritten while it is read."""
+    capacity = 1400
+    ranks = Ranks(size, device)
+    boxes = [torch.full((2, capacity), -1, dtype=torch.int64, device=device) for _ in range(size)]
+    previous = torch.full((num_values,), -1, device=device)
+    for number in (1, 2, 3):
+        sent = torch.arange(num_values, device=device) * number + (number << 40)
+        for rank in range(1, size):
+            ranks.arrive(rank, number)
+        broadcast_first(sent.clone(), addresses(boxes), capacity, ranks.exchanges[0])
+        for rank in range(1, size):
+            got = torch.zeros_like(sent)
+            for other in range(size):
+                ranks.arrive(other, number)
+            broadcast_first(got, addresses(boxes), capacity, ranks.exchanges[rank])
+            assert torch.equal(got, sent)
+            assert torch.equal(boxes[rank][(number + 1) % 2, :num_values], previous)
+            assert (boxes[rank][:, num_values:] == -1).all()
+        previous = sent
+        assert (boxes[0] == -1).all()
+
+
+def test_bad_shapes(device: torch.device) -> None:
+    exchange = Ranks(2, device).exchanges[0]
+    where = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="9 values for inboxes of 8"):
+        broadcast_first(torch.zeros(9, dtype=torch.int64, device=device), where, 8, exchange)
+    x = torch.zeros(2, 64, device=device)
+    for wrong in (where[:1], where.int()):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            add_rms_norm(wrong, x, x[0], 1e-6, exchange)
+    with pytest.raises(ValueError, match="must end in"):
+        add_rms_norm(where, x, x[0, :8], 1e-6, exchange)
