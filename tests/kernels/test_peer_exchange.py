@@ -4,6 +4,8 @@ One rank's kernels run at a time, so the flags that it would wait for are set be
 them. That ranks do wait for one another is tested on several GPUs, by the engine's tests.
 """
 
+import time
+
 import pytest
 import torch
 
@@ -135,3 +137,85 @@ def test_bad_shapes(device: torch.device) -> None:
             add_rms_norm(wrong, x, x[0], 1e-6, exchange)
     with pytest.raises(ValueError, match="must end in"):
         add_rms_norm(where, x, x[0, :8], 1e-6, exchange)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="two ranks run at the same time on a GPU alone")
+
+
+@needs_gpu
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_ranks_wait_for_one_another(is_captured: bool, device: torch.device, generator) -> None:
+    """Each rank is a stream here. They do as layers do: write a part where the other reads it, add the parts up, go on
+    with the sum. A rank that went ahead would read, or overwrite, what is not of this round."""
+    rounds, shape = 60, (40, 512)
+    ranks = Ranks(2, device)
+    parts = [[torch.zeros(shape, device=device) for _ in range(2)] for _ in range(2)]  # by turn, then by rank
+    where = [addresses(of_ranks) for of_ranks in parts]
+    boxes = [torch.zeros(2, 64, dtype=torch.int64, device=device) for _ in range(2)]
+    inboxes = addresses(boxes)
+    starts = torch.randn(2, *shape, generator=generator).to(device)
+    outs = torch.zeros(2, rounds, *shape, device=device)
+    tokens = torch.zeros(2, rounds, 64, dtype=torch.int64, device=device)
+    busy = torch.randn(2, 1024, 1024, device=device)
+
+    def run(rank: int) -> None:
+        x = starts[rank]
+        for number in range(rounds):
+            if (number * 7 + rank * 3) % 5 == 0:  # now one rank is late, now the other
+                torch.mm(busy[rank], busy[rank])
+            turn = number % 2
+            torch.mul(x, 0.5 + rank / 8, out=parts[turn][rank])
+            x = sum_parts(where[turn], outs[rank, number], ranks.exchanges[rank])
+            tokens[rank, number].fill_(number if rank == 0 else -1)
+            broadcast_first(tokens[rank, number], inboxes, 64, ranks.exchanges[rank])
+
+    for rank in range(2):  # compiles, with nobody to wait for
+        ranks.arrive(1 - rank, RELEASED)
+        run(rank)
+    torch.cuda.synchronize()
+    for flags, exchange in zip(ranks.flags, ranks.exchanges, strict=True):
+        flags.zero_()
+        exchange.counter.zero_()
+    outs.zero_()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    graphs: list[torch.cuda.CUDAGraph] = []
+    if is_captured:
+        for rank in range(2):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[rank]):
+                run(rank)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                graphs[rank].replay() if is_captured else run(rank)
+    torch.cuda.synchronize()
+    assert [exchange.counter.tolist() for exchange in ranks.exchanges] == [[6 * rounds, 0]] * 2
+    x = list(starts)
+    for number in range(rounds):
+        total = x[0] * 0.5 + x[1] * 0.625
+        assert torch.equal(outs[0, number], outs[1, number])
+        torch.testing.assert_close(outs[0, number], total)
+        x = [outs[0, number], outs[0, number]]
+    assert torch.equal(tokens, torch.arange(rounds, device=device)[None, :, None].expand_as(tokens))
+
+
+@needs_gpu
+def test_released(device: torch.device) -> None:
+    """A rank that waits for a lost one goes on, and never waits again."""
+    ranks = Ranks(2, device)
+    exchange = ranks.exchanges[0]
+    ranks.arrive(1, 1)
+    meet_others(exchange)
+    torch.cuda.synchronize()
+    released = torch.full_like(ranks.flags[0], RELEASED, device="cpu").pin_memory()
+    done = torch.cuda.Event()
+    for _ in range(3):
+        meet_others(exchange)
+    done.record()
+    time.sleep(0.1)
+    assert not done.query()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ranks.flags[0].copy_(released, non_blocking=True)
+    torch.cuda.synchronize()
+    assert exchange.counter.tolist() == [4, 0]
