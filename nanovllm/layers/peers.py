@@ -72,7 +72,7 @@ class Peers:
         memory = _SharedMemory(parallel, device, [flags, inbox, *parts, logits])
         self._own_flags = memory.view(flags, rank)
         self._own_flags.zero_()
-        self._released = torch.full(flags.shape, RELEASED, dtype=torch.int64).pin_memory()
+        self._released = torch.full(flags.shape, RELEASED, dtype=torch.int64, pin_memory=device.type == "cuda")
         counter = torch.zeros(2, dtype=torch.int64, device=device)
         self.exchange = Exchange(rank, size, memory.addresses(flags), counter)
         self._inboxes = memory.addresses(inbox)

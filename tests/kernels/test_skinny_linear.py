@@ -67,6 +67,14 @@ def test_pieces_add_up(num_rows, in_features, out_features, num_pieces, device, 
     assert_as_exact_as_torch(total, F.linear, x, weight)
 
 
+def test_given_output(device, generator):
+    x, weight = make(20, 256, 96, torch.bfloat16, device, generator)
+    out = torch.full((22, 96), float("nan"), dtype=x.dtype, device=device)
+    assert skinny_linear(x, weight, out=out[1:21]).data_ptr() == out[1].data_ptr()
+    assert torch.equal(out[1:21], skinny_linear(x, weight))
+    assert out[0].isnan().all() and out[21].isnan().all()
+
+
 def test_no_rows(device):
     weight = torch.zeros(64, 128, dtype=torch.bfloat16, device=device)
     assert skinny_linear(weight[:0], weight).shape == (0, 64)
@@ -99,3 +107,7 @@ def test_wrong_arguments_are_refused(device):
         skinny_linear(x[:, :100], weight[:, :100])
     with pytest.raises(ValueError, match="bias"):
         skinny_linear(x, weight, x[0, :4], in_pieces=True)
+    with pytest.raises(ValueError, match="pieces"):
+        skinny_linear(x, weight, in_pieces=True, out=x[:, :4])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        skinny_linear(x, weight, out=x[:, :4])
