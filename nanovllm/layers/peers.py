@@ -69,7 +69,8 @@ class Peers:
         flags, inbox = _Array((size * FLAG_STRIDE.value,), torch.int64), _Array((2, max_rows), torch.int64)
         parts = [_Array((max_rows, hidden), dtype) for _ in (ATTENTION, MLP, EMBEDDING)]
         logits = _Array((max_rows, size * parallel.padded_vocab(vocab_size)), dtype)
-        memory = _SharedMemory(parallel, device, [flags, inbox, *parts, logits])
+        # Held here: the views of it don't hold it.
+        self._memory = memory = _SharedMemory(parallel, device, [flags, inbox, *parts, logits])
         self._own_flags = memory.view(flags, rank)
         self._own_flags.zero_()
         self._released = torch.full(flags.shape, RELEASED, dtype=torch.int64, pin_memory=device.type == "cuda")

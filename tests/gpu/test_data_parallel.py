@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,17 @@ def test_equals_one_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     """Each replica has a device of its own, and the one that is killed gets its device again."""
     save_random_model(tmp_path, "qwen3")
     with LLM(str(tmp_path), **SMALL) as one:
-        expected, expected_next = generate(one), generate(one)
+        expected = [generate(one) for _ in range(3)]
     free = [_memory_free(index) for index in range(2)]
     with LLM(str(tmp_path), data_parallel_size=2, **SMALL) as two:
         # A context alone takes hundreds of megabytes.
         assert all(_memory_free(index) < free[index] - 2**28 for index in range(2))
-        assert generate(two) == expected
+        assert generate(two) == expected[0]
         os.kill(two._replicas.pids[1], signal.SIGKILL)
-        assert generate(two) == expected_next
+        assert generate(two) == expected[1]
         assert "replica 1 of 2 is restarted" in caplog.text
-        assert _memory_free(1) < free[1] - 2**28
+        deadline = time.monotonic() + 60
+        while _memory_free(1) > free[1] - 2**28:  # the other one may have done it all meanwhile
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert generate(two) == expected[2]

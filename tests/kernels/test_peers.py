@@ -1,6 +1,8 @@
 """Layers of several ranks that exchange through one another's memory, which here is all on one device: their parts add
 up to what the whole layer gives."""
 
+import gc
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -22,9 +24,11 @@ class LocalMemory:
     """What `_SharedMemory` offers, of ranks that are all in this process."""
 
     contents: ClassVar[dict] = {}
+    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
     def __init__(self, parallel, device, arrays):
         self.parallel, self.device = parallel, device
+        self.alive.add(self)
         self.numbers = {array: number for number, array in enumerate(arrays)}
 
     def view(self, array, rank):
@@ -42,6 +46,7 @@ class LocalMemory:
 def places(request, device, monkeypatch):
     """A `Parallel` of each rank."""
     monkeypatch.setattr(LocalMemory, "contents", {})
+    LocalMemory.alive.clear()
     monkeypatch.setattr(module, "_SharedMemory", LocalMemory)
     alone = [Parallel(rank, request.param) for rank in range(request.param)]
     peers = [Peers(place, device, torch.float32, MAX_ROWS, HIDDEN, VOCAB) for place in alone]
@@ -132,6 +137,12 @@ def test_tokens(places, device):
         place.peers._own_flags.fill_(RELEASED)
         place.from_first(values[place.rank])
     assert all(torch.equal(value, sent) for value in values)
+
+
+def test_memory_is_held(places):
+    """The views that torch gives don't keep it from being freed."""
+    gc.collect()
+    assert len(LocalMemory.alive) == len(places)
 
 
 def test_more_rows_than_there_is_memory_for(places):
