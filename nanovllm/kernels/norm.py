@@ -5,12 +5,15 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.common import launch_options, scale_by_weight, wait_for_previous_kernel
-from nanovllm.kernels.peer_exchange import Exchange, leave, load_sum, meet
+from nanovllm.kernels.peer_exchange import Exchange, check_parts, leave, load_sum, meet
 
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
+    parts,  # of each rank, or None: then x is there
+    flags,
+    counter_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
@@ -19,8 +22,6 @@ def _rms_norm_kernel(
     out_row,
     eps,
     piece_stride,
-    flags_ptr,  # these two are None, and x_ptr is x, if there is one rank; else x_ptr is where the ranks' parts are
-    counter_ptr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
@@ -43,8 +44,8 @@ def _rms_norm_kernel(
         for piece in tl.static_range(1, PIECES):
             x += tl.load(x_ptr + piece * piece_stride + row * x_row + column, mask=mask, other=0.0)
     else:
-        number = meet(flags_ptr, counter_ptr, RANK, RANKS)
-        x = load_sum(x_ptr, row * HIDDEN + column, mask, dtype, RANKS)
+        number = meet(flags, counter_ptr, RANK, RANKS)
+        x = load_sum(parts, row * HIDDEN + column, mask, RANKS)
         leave(counter_ptr, number)
     if ADD:
         x += residual
@@ -57,24 +58,26 @@ def _rms_norm_kernel(
 
 
 def _launch(
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor,
+    parts: tuple[torch.Tensor, ...] | None = None,
     exchange: Exchange | None = None,
 ) -> torch.Tensor:
     hidden = weight.shape[0]
-    if out is None:
-        out = torch.empty_like(x if residual is None else residual, memory_format=torch.contiguous_format)
-    out_rows = out.view(-1, hidden)
-    rows = x.view(-1, 1) if exchange is not None else x.reshape(-1, hidden)  # [num_rows, hidden], with all pieces
+    out_rows = out.view(-1, hidden)  # [num_rows, hidden]
+    rows = out_rows if x is None else x.reshape(-1, hidden)  # with all pieces
     residual_rows = rows if residual is None else residual.view(-1, hidden)
     num_rows = len(out_rows)
     block = triton.next_power_of_2(hidden)
     if num_rows:
         _rms_norm_kernel[(num_rows,)](
             rows,
+            parts,
+            None if exchange is None else exchange.flags,
+            None if exchange is None else exchange.counter,
             residual_rows,
             weight,
             out_rows,
@@ -83,15 +86,13 @@ def _launch(
             out_rows.stride(0),
             eps,
             num_rows * rows.stride(0),
-            None if exchange is None else exchange.flags,
-            None if exchange is None else exchange.counter,
             HIDDEN=hidden,
             BLOCK=block,
             ADD=residual is not None,
-            PIECES=len(rows) // num_rows if exchange is None else 1,
+            PIECES=len(rows) // num_rows,
             **({"RANK": 0, "RANKS": 1} if exchange is None else exchange.constants()),
             num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread, so that loads are 16 bytes wide
-            **launch_options(x.device),
+            **launch_options(out.device),
         )
     return out
 
@@ -104,33 +105,34 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     Raises ValueError when the shapes disagree.
     """
     _check(x, weight)
-    return _launch(x, None, weight, eps, out)
+    return _launch(x, None, weight, eps, torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out)
 
 
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    exchange: Exchange | None = None,
-) -> torch.Tensor:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """residual += x in place (fp32 sum, rounded to the residual's dtype), then the RMSNorm of that sum.
 
     x, residual: [..., hidden], residual contiguous; weight: [hidden]; returns a new tensor of the residual's shape and
     dtype. x may also be the partial sums of one, [num_pieces, ..., hidden] contiguous fp32: they are added up first.
-    With an exchange, x is int64 [num_ranks]: where each rank has its part of the sum, contiguous and like the residual,
-    at a multiple of 16 bytes. All ranks get the same bits.
     Raises ValueError when the shapes disagree.
     """
-    if exchange is not None:
-        _check(residual, weight)
-        is_like = x.shape == (exchange.num_ranks,) and x.dtype == torch.int64
-    else:
-        _check(x, weight)
-        is_like = residual.shape == x.shape or (x.shape[1:] == residual.shape and x.is_contiguous())
-    if not is_like or not residual.is_contiguous():
+    _check(x, weight)
+    is_in_pieces = x.shape[1:] == residual.shape and x.is_contiguous()
+    if not (residual.shape == x.shape or is_in_pieces) or not residual.is_contiguous():
         raise ValueError(f"residual {tuple(residual.shape)} must be contiguous and have x's shape {tuple(x.shape)}")
-    return _launch(x, residual, weight, eps, exchange=exchange)
+    return _launch(x, residual, weight, eps, torch.empty_like(residual))
+
+
+def sum_add_rms_norm(
+    parts: tuple[torch.Tensor, ...], residual: torch.Tensor, weight: torch.Tensor, eps: float, exchange: Exchange
+) -> torch.Tensor:
+    """`add_rms_norm` of the sum of the ranks' parts, each in its rank's memory: like the residual, or with more rows.
+    They are added up in fp32 in the order of the ranks, so that all ranks get the same bits.
+    """
+    _check(residual, weight)
+    check_parts(parts, residual, exchange)
+    if not residual.is_contiguous():
+        raise ValueError(f"residual {tuple(residual.shape)} must be contiguous")
+    return _launch(None, residual, weight, eps, torch.empty_like(residual), parts, exchange)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:

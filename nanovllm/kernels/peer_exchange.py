@@ -22,7 +22,7 @@ RELEASED = 2**62  # no exchange has this number
 
 
 @triton.jit
-def meet(flags_ptr, counter_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
+def meet(flags, counter_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Waits for the other ranks, and returns the exchange's number. What they have written before is visible then, and
     what this rank has written in earlier kernels is visible to them. All programs may call it; the first one signals.
     """
@@ -30,12 +30,10 @@ def meet(flags_ptr, counter_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
     if tl.program_id(0) == 0:
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                flag_ptr = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int64)) + RANK * FLAG_STRIDE
-                tl.atomic_xchg(flag_ptr, number, sem="release", scope="sys")
-    own_flags_ptr = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int64))
+                tl.atomic_xchg(flags[rank] + RANK * FLAG_STRIDE, number, sem="release", scope="sys")
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            while tl.atomic_add(own_flags_ptr + rank * FLAG_STRIDE, 0, sem="acquire", scope="sys") < number:
+            while tl.atomic_add(flags[RANK] + rank * FLAG_STRIDE, 0, sem="acquire", scope="sys") < number:
                 pass
     return number
 
@@ -43,71 +41,68 @@ def meet(flags_ptr, counter_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
 @triton.jit
 def leave(counter_ptr, number):
     """Ends an exchange. Every program calls it; the last one counts."""
-    if tl.atomic_add(counter_ptr + 1, 1) == tl.num_programs(0) - 1:
+    if tl.atomic_add(counter_ptr + 1, 1, sem="relaxed") == tl.num_programs(0) - 1:
         tl.store(counter_ptr + 1, 0)
         tl.store(counter_ptr, number)
 
 
 @triton.jit
-def load_sum(parts_ptr, offsets, mask, DTYPE: tl.constexpr, RANKS: tl.constexpr):
+def load_sum(parts, offsets, mask, RANKS: tl.constexpr):
     """The sum over ranks, in their order, of what each has at `offsets` of its part: fp32, the same bits on all."""
     total = tl.zeros(offsets.shape, tl.float32)
     for rank in tl.static_range(RANKS):
-        part_ptr = tl.multiple_of(tl.load(parts_ptr + rank).to(tl.pointer_type(DTYPE)), 16)
-        total += tl.load(part_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total += tl.load(parts[rank] + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     return total
 
 
 @triton.jit
-def _meet_kernel(flags_ptr, counter_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
-    leave(counter_ptr, meet(flags_ptr, counter_ptr, RANK, RANKS))
+def _meet_kernel(flags, counter_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
+    leave(counter_ptr, meet(flags, counter_ptr, RANK, RANKS))
 
 
 @triton.jit
 def _sum_kernel(
-    parts_ptr,
+    parts,
     out_ptr,
-    flags_ptr,
+    flags,
     counter_ptr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    number = meet(flags_ptr, counter_ptr, RANK, RANKS)
+    number = meet(flags, counter_ptr, RANK, RANKS)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
     offsets = tl.program_id(0).to(tl.int64) * HIDDEN + column
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr + offsets, load_sum(parts_ptr, offsets, mask, dtype, RANKS).to(dtype), mask=mask)
+    tl.store(out_ptr + offsets, load_sum(parts, offsets, mask, RANKS).to(dtype), mask=mask)
     leave(counter_ptr, number)
 
 
 @triton.jit(do_not_specialize=["num_values"])
 def _broadcast_kernel(
     x_ptr,
-    inboxes_ptr,  # of each rank the address of an inbox [2, capacity]
+    inboxes,  # of each rank [2, capacity]
     capacity,
     num_values,
-    flags_ptr,
+    flags,
     counter_ptr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     turn = (tl.load(counter_ptr, volatile=True) + 1) % 2
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     if RANK == 0:
         for first in range(0, num_values, BLOCK):
             column = first + tl.arange(0, BLOCK)
             values = tl.load(x_ptr + column, mask=column < num_values)
             for rank in tl.static_range(1, RANKS):
-                inbox_ptr = tl.load(inboxes_ptr + rank).to(tl.pointer_type(dtype)) + turn * capacity
-                tl.store(inbox_ptr + column, values, mask=column < num_values)
+                tl.store(inboxes[rank] + turn * capacity + column, values, mask=column < num_values)
         tl.debug_barrier()  # one thread signals for all
-    number = meet(flags_ptr, counter_ptr, RANK, RANKS)
+    number = meet(flags, counter_ptr, RANK, RANKS)
     if RANK != 0:
-        inbox_ptr = tl.load(inboxes_ptr + RANK).to(tl.pointer_type(dtype)) + turn * capacity
+        inbox_ptr = inboxes[RANK] + turn * capacity
         for first in range(0, num_values, BLOCK):
             column = first + tl.arange(0, BLOCK)
             values = tl.load(inbox_ptr + column, mask=column < num_values, cache_modifier=".cg")
@@ -117,21 +112,21 @@ def _broadcast_kernel(
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the exchanges of one rank need, all on its device.
+    """What the exchanges of one rank need.
 
     Attributes:
-        flags: int64 [num_ranks], where each rank's flags are: int64 [num_ranks * FLAG_STRIDE], zero at first.
-        counter: int64 [2], zero at first: the number of the last exchange; programs that have left the present one.
+        flags: each rank's int64 [num_ranks * FLAG_STRIDE], in its memory, zero at first.
+        counter: int64 [2], this rank's, zero at first: the number of the last exchange; programs that have left the
+            present one.
     """
 
     rank: int
-    num_ranks: int
-    flags: torch.Tensor
+    flags: tuple[torch.Tensor, ...]
     counter: torch.Tensor
 
     def constants(self) -> dict[str, int]:
         """Keyword arguments of the kernels."""
-        return {"RANK": self.rank, "RANKS": self.num_ranks}
+        return {"RANK": self.rank, "RANKS": len(self.flags)}
 
 
 def meet_others(exchange: Exchange) -> None:
@@ -139,14 +134,25 @@ def meet_others(exchange: Exchange) -> None:
     _meet_kernel[(1,)](exchange.flags, exchange.counter, **exchange.constants(), num_warps=1)
 
 
-def sum_parts(parts: torch.Tensor, out: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def check_parts(parts: tuple[torch.Tensor, ...], x: torch.Tensor, exchange: Exchange) -> None:
+    """Raises ValueError unless there is one part a rank, each like x [num_rows, hidden], or with more rows."""
+    rows = x.view(-1, x.shape[-1])
+    for part in parts:
+        is_like = part.shape[1:] == rows.shape[1:] and len(part) >= len(rows) and part.dtype == x.dtype
+        if len(parts) != len(exchange.flags) or not is_like or not part.is_contiguous():
+            raise ValueError(f"{len(parts)} parts {tuple(part.shape)} of {part.dtype} for a sum {tuple(x.shape)}")
+
+
+def sum_parts(parts: tuple[torch.Tensor, ...], out: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """The sum of the ranks' parts.
 
-    parts:   int64 [num_ranks], where each rank has a part of out's shape and dtype, at a multiple of 16 bytes
+    parts:   each rank's part in its memory, like out, or with more rows
     out:     [num_rows, hidden], contiguous
     returns: out, filled: added up in fp32 in the order of the ranks, and rounded once
+    Raises ValueError when the shapes disagree.
     """
     num_rows, hidden = out.shape
+    check_parts(parts, out, exchange)
     if num_rows:
         block = triton.next_power_of_2(hidden)
         _sum_kernel[(num_rows,)](
@@ -162,14 +168,15 @@ def sum_parts(parts: torch.Tensor, out: torch.Tensor, exchange: Exchange) -> tor
     return out
 
 
-def broadcast_first(x: torch.Tensor, inboxes: torch.Tensor, capacity: int, exchange: Exchange) -> torch.Tensor:
+def broadcast_first(x: torch.Tensor, inboxes: tuple[torch.Tensor, ...], exchange: Exchange) -> torch.Tensor:
     """Rank 0's x, on each rank.
 
     x:        [num_values], num_values <= capacity; overwritten where the rank is not 0
-    inboxes:  int64 [num_ranks], where each rank has an inbox [2, capacity] of x's dtype
+    inboxes:  each rank's [2, capacity] of x's dtype, in its memory
     returns:  x
     Raises ValueError when x is too long.
     """
+    capacity = inboxes[0].shape[1]
     if len(x) > capacity or not x.is_contiguous():
         raise ValueError(f"{len(x)} values for inboxes of {capacity}")
     if len(x):

@@ -10,14 +10,17 @@ import itertools
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from nanovllm.layers.parallel import Parallel
@@ -30,6 +33,7 @@ _MAX_REMOTE_BYTES = 4 << 20
 # Places of the sums, whose users take turns: a part is read while that of the next sum is written.
 ATTENTION, MLP, EMBEDDING = range(3)
 _ALIGNMENT = 256  # bytes
+_PATIENCE = timedelta(seconds=10)  # of ranks that have just met, and meet again
 _rendezvous_lock = threading.Lock()  # torch has one socket for it in a process
 
 
@@ -50,9 +54,9 @@ class PartialSum:
 
     def add_and_normalize(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """As `RMSNorm.add_and_normalize`."""
-        from nanovllm.kernels.norm import add_rms_norm
+        from nanovllm.kernels.norm import sum_add_rms_norm
 
-        return add_rms_norm(self.peers.parts[self.place], residual, weight, eps, self.peers.exchange)
+        return sum_add_rms_norm(self.peers.parts[self.place], residual, weight, eps, self.peers.exchange)
 
 
 class Peers:
@@ -71,15 +75,14 @@ class Peers:
         logits = _Array((max_rows, size * parallel.padded_vocab(vocab_size)), dtype)
         # Held here: the views of it don't hold it.
         self._memory = memory = _SharedMemory(parallel, device, [flags, inbox, *parts, logits])
-        self._own_flags = memory.view(flags, rank)
+        self._own_flags = memory.of(rank, flags)
         self._own_flags.zero_()
         self._released = torch.full(flags.shape, RELEASED, dtype=torch.int64, pin_memory=device.type == "cuda")
         counter = torch.zeros(2, dtype=torch.int64, device=device)
-        self.exchange = Exchange(rank, size, memory.addresses(flags), counter)
-        self._inboxes = memory.addresses(inbox)
-        self._own_parts = [memory.view(part, rank) for part in parts]
-        self.parts = [memory.addresses(part) for part in parts]
-        self._logits = memory.view(logits, 0)  # in rank 0's memory, where each rank has some of the columns
+        self.exchange = Exchange(rank, memory.of_each(flags), counter)
+        self._inboxes = memory.of_each(inbox)
+        self.parts = [memory.of_each(part) for part in parts]
+        self._logits = memory.of(0, logits)  # in rank 0's memory, where each rank has some of the columns
 
     def serves(self, num_rows: int) -> bool:
         """Whether exchanges of so many rows go this way."""
@@ -87,7 +90,7 @@ class Peers:
 
     def begin_sum(self, place: int, num_rows: int) -> PartialSum:
         """A sum whose `part` is to be filled with this rank's."""
-        return PartialSum(self, place, self._own_parts[place][:num_rows])
+        return PartialSum(self, place, self.parts[place][self.rank][:num_rows])
 
     def multiply_on_first(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] and each rank's [padded_vocab, hidden_size] -> on rank 0, [N, size * padded_vocab], valid
@@ -105,7 +108,7 @@ class Peers:
         """Rank 0's x int64 [N], on each rank. Overwrites the others' x."""
         from nanovllm.kernels.peer_exchange import broadcast_first
 
-        broadcast_first(x, self._inboxes, self.max_rows, self.exchange)
+        broadcast_first(x, self._inboxes, self.exchange)
 
     def release(self) -> None:
         """Lets every exchange end, now and in future, whatever the other ranks do: some of them are lost."""
@@ -134,6 +137,8 @@ def connect_peers(
     pairs = itertools.permutations(range(first, first + parallel.size), 2)
     if not max_rows or not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
         return parallel
+    # Whoever comes first waits here for the others, where it can be stopped; then they are together.
+    parallel.all_reduce(torch.zeros(1, device=device)).item()
     try:
         peers = Peers(parallel, device, dtype, max_rows, hidden_size, vocab_size)
     except (RuntimeError, AttributeError) as error:  # what torch offers for this is not final
@@ -157,6 +162,33 @@ class _Array:
         return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
+class _MeetingStore(Store):
+    """Where ranks meet that have met others before, or have not.
+
+    torch numbers its meetings for shared memory from the start of the process, and names what it stores by them, as in
+    "CUDASymmetricMemory/5/0". So a process that has met others, as one that makes its second engine has, would never
+    find a rank that is new. Here the numbers begin at 0 for each group.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renumbered(key))
+
+    def wait(self, keys: list[str], timeout: timedelta = _PATIENCE) -> None:
+        self._store.wait([self._renumbered(key) for key in keys], timeout)
+
+    def _renumbered(self, key: str) -> str:
+        name, number, rest = re.fullmatch(r"(.*?)(?<=/)(\d+)(/.*)", key).groups()  # type: ignore[union-attr]
+        return f"{name}{self._numbers.setdefault(number, len(self._numbers))}{rest}"
+
+
 class _SharedMemory:
     """Memory of each rank's GPU that all ranks have mapped."""
 
@@ -170,7 +202,8 @@ class _SharedMemory:
         ends = list(itertools.accumulate(array.num_bytes for array in arrays))
         self._offsets = dict(zip(arrays, [0, *ends], strict=False))
         name: Any = f"nanovllm-{parallel.store.port}"
-        group: Any = dist.ProcessGroup(PrefixStore("peers", parallel.store), parallel.rank, parallel.size)
+        store = _MeetingStore(PrefixStore("peers", parallel.store))
+        group: Any = dist.ProcessGroup(store, parallel.rank, parallel.size)
         group._set_group_name(name)
         with _rendezvous_lock, _without_multicast():
             _register_process_group(name, group)
@@ -180,17 +213,15 @@ class _SharedMemory:
             finally:
                 _unregister_process_group(name)
         self._own = own
-        self._device = device
 
-    def view(self, array: _Array, rank: int) -> torch.Tensor:
-        """An array of a rank's."""
+    def of(self, rank: int, array: _Array) -> torch.Tensor:
+        """A rank's array."""
         offset = self._offsets[array] // array.dtype.itemsize
         return self._handle.get_buffer(rank, array.shape, array.dtype, offset)
 
-    def addresses(self, array: _Array) -> torch.Tensor:
-        """Where each rank has an array: int64 [size], on the device."""
-        offset = self._offsets[array]
-        return torch.tensor([address + offset for address in self._handle.buffer_ptrs], device=self._device)
+    def of_each(self, array: _Array) -> tuple[torch.Tensor, ...]:
+        """The array of each rank."""
+        return tuple(self.of(rank, array) for rank in range(self._handle.world_size))
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from nanovllm.kernels.kv_store import store_kv
 from nanovllm.kernels.logits_edits import apply_masks_
 from nanovllm.kernels.logits_filter import filter_logits_
 from nanovllm.kernels.logprobs import score_tokens
-from nanovllm.kernels.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from nanovllm.kernels.paged_decode import paged_decode_attention
 from nanovllm.kernels.paged_prefill import paged_prefill_attention
 from nanovllm.kernels.peer_exchange import Exchange, broadcast_first, meet_others, sum_parts
@@ -83,12 +83,12 @@ x, weight = torch.zeros(4, 512, dtype=torch.bfloat16), torch.zeros(512, dtype=to
 rms_norm(x, weight, 1e-6)
 add_rms_norm(x, x.clone(), weight, 1e-6)
 silu_and_mul(x)
-addresses = torch.zeros(2, dtype=torch.int64)
-for rank in range(2):
-    exchange = Exchange(rank, 2, addresses, addresses.clone())
-    add_rms_norm(addresses, x, weight, 1e-6, exchange)
-    sum_parts(addresses, x, exchange)
-    broadcast_first(torch.zeros(5, dtype=torch.int64), addresses, 8, exchange)
+boxes = tuple(torch.zeros(2, 32, dtype=torch.int64) for rank in range(3))
+for rank in range(3):
+    exchange = Exchange(rank, boxes, boxes[0])
+    sum_add_rms_norm((x,) * 3, x, weight, 1e-6, exchange)
+    sum_parts((x,) * 3, x, exchange)
+    broadcast_first(boxes[0][0, :5], boxes, exchange)
     meet_others(exchange)
 for way in ({}, {"in_pieces": True}, {"silu_and_mul": True}):
     skinny_linear(x, torch.zeros(256, 512, dtype=torch.bfloat16), **way)

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from nanovllm.kernels.norm import add_rms_norm
+from nanovllm.kernels.norm import sum_add_rms_norm
 from nanovllm.kernels.peer_exchange import (
     FLAG_STRIDE,
     RELEASED,
@@ -25,18 +25,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [2, 3, 4]
 
 
-def addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
-
-
 class Ranks:
-    """All ranks' state; `flags` are kept alive here."""
+    """All ranks' state."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.flags = [torch.zeros(size * FLAG_STRIDE.value, dtype=torch.int64, device=device) for _ in range(size)]
-        where = addresses(self.flags)
-        counters = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(size)]
-        self.exchanges = [Exchange(rank, size, where, counters[rank]) for rank in range(size)]
+        numbers = {"dtype": torch.int64, "device": device}
+        self.flags = tuple(torch.zeros(size * FLAG_STRIDE.value, **numbers) for _ in range(size))
+        self.exchanges = [Exchange(rank, self.flags, torch.zeros(2, **numbers)) for rank in range(size)]
 
     def arrive(self, rank: int, number: int) -> None:
         """Sets the flags that the others have with a rank."""
@@ -75,7 +70,7 @@ def test_sums(size: int, dtype: torch.dtype, shape: tuple[int, int], device: tor
         expected = expected + part.float()
     for exchange in ranks.exchanges:
         out = torch.full(shape, float("nan"), dtype=dtype, device=device)
-        assert sum_parts(addresses(parts), out, exchange) is out
+        assert sum_parts(tuple(parts), out, exchange) is out
         assert torch.equal(out, expected.to(dtype))
         assert exchange.counter.tolist() == [1, 0]  # however many programs it took
 
@@ -94,7 +89,7 @@ def test_sum_and_norm(size: int, dtype: torch.dtype, shape: tuple[int, int], dev
     results = []
     for exchange in ranks.exchanges:
         stream = residual.clone()
-        out = add_rms_norm(addresses(parts), stream, weight, 1e-6, exchange)
+        out = sum_add_rms_norm(tuple(parts), stream, weight, 1e-6, exchange)
         assert torch.allclose(stream, total, rtol=torch.finfo(dtype).eps, atol=1e-6)
         assert_as_exact_as_torch(out, reference, stream, weight, floor=1e-5)
         results.append((stream, out))
@@ -107,18 +102,18 @@ def test_broadcasts(size: int, num_values: int, device: torch.device) -> None:
     """By turns into either half of an inbox, so that one is not overwritten while it is read."""
     capacity = 1400
     ranks = Ranks(size, device)
-    boxes = [torch.full((2, capacity), -1, dtype=torch.int64, device=device) for _ in range(size)]
+    boxes = tuple(torch.full((2, capacity), -1, dtype=torch.int64, device=device) for _ in range(size))
     previous = torch.full((num_values,), -1, device=device)
     for number in (1, 2, 3):
         sent = torch.arange(num_values, device=device) * number + (number << 40)
         for rank in range(1, size):
             ranks.arrive(rank, number)
-        broadcast_first(sent.clone(), addresses(boxes), capacity, ranks.exchanges[0])
+        broadcast_first(sent.clone(), boxes, ranks.exchanges[0])
         for rank in range(1, size):
             got = torch.zeros_like(sent)
             for other in range(size):
                 ranks.arrive(other, number)
-            broadcast_first(got, addresses(boxes), capacity, ranks.exchanges[rank])
+            broadcast_first(got, boxes, ranks.exchanges[rank])
             assert torch.equal(got, sent)
             assert torch.equal(boxes[rank][(number + 1) % 2, :num_values], previous)
             assert (boxes[rank][:, num_values:] == -1).all()
@@ -128,15 +123,19 @@ def test_broadcasts(size: int, num_values: int, device: torch.device) -> None:
 
 def test_bad_shapes(device: torch.device) -> None:
     exchange = Ranks(2, device).exchanges[0]
-    where = torch.zeros(2, dtype=torch.int64, device=device)
+    boxes = (torch.zeros(2, 8, dtype=torch.int64, device=device),) * 2
     with pytest.raises(ValueError, match="9 values for inboxes of 8"):
-        broadcast_first(torch.zeros(9, dtype=torch.int64, device=device), where, 8, exchange)
+        broadcast_first(torch.zeros(9, dtype=torch.int64, device=device), boxes, exchange)
     x = torch.zeros(2, 64, device=device)
-    for wrong in (where[:1], where.int()):
-        with pytest.raises(ValueError, match="must be contiguous"):
-            add_rms_norm(wrong, x, x[0], 1e-6, exchange)
+    for wrong in ((x,), (x[:1], x), (x, x.half()), (x, x[:, :32]), (x, x.t().contiguous().t())):
+        with pytest.raises(ValueError, match="parts"):
+            sum_add_rms_norm(wrong, x, x[0], 1e-6, exchange)
+        with pytest.raises(ValueError, match="parts"):
+            sum_parts(wrong, x, exchange)
     with pytest.raises(ValueError, match="must end in"):
-        add_rms_norm(where, x, x[0, :8], 1e-6, exchange)
+        sum_add_rms_norm((x, x), x, x[0, :8], 1e-6, exchange)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        sum_add_rms_norm((x, x), torch.zeros(2, 128, device=device)[:, :64], x[0], 1e-6, exchange)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="two ranks run at the same time on a GPU alone")
@@ -150,9 +149,7 @@ def test_ranks_wait_for_one_another(is_captured: bool, device: torch.device, gen
     rounds, shape = 60, (40, 512)
     ranks = Ranks(2, device)
     parts = [[torch.zeros(shape, device=device) for _ in range(2)] for _ in range(2)]  # by turn, then by rank
-    where = [addresses(of_ranks) for of_ranks in parts]
-    boxes = [torch.zeros(2, 64, dtype=torch.int64, device=device) for _ in range(2)]
-    inboxes = addresses(boxes)
+    boxes = tuple(torch.zeros(2, 64, dtype=torch.int64, device=device) for _ in range(2))
     starts = torch.randn(2, *shape, generator=generator).to(device)
     outs = torch.zeros(2, rounds, *shape, device=device)
     tokens = torch.zeros(2, rounds, 64, dtype=torch.int64, device=device)
@@ -165,9 +162,9 @@ def test_ranks_wait_for_one_another(is_captured: bool, device: torch.device, gen
                 torch.mm(busy[rank], busy[rank])
             turn = number % 2
             torch.mul(x, 0.5 + rank / 8, out=parts[turn][rank])
-            x = sum_parts(where[turn], outs[rank, number], ranks.exchanges[rank])
+            x = sum_parts(tuple(parts[turn]), outs[rank, number], ranks.exchanges[rank])
             tokens[rank, number].fill_(number if rank == 0 else -1)
-            broadcast_first(tokens[rank, number], inboxes, 64, ranks.exchanges[rank])
+            broadcast_first(tokens[rank, number], boxes, ranks.exchanges[rank])
 
     for rank in range(2):  # compiles, with nobody to wait for
         ranks.arrive(1 - rank, RELEASED)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed import HashStore, PrefixStore
 
 from nanovllm.kernels.peer_exchange import RELEASED
 from nanovllm.layers import peers as module
@@ -15,7 +16,7 @@ from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowLinear
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.peers import ATTENTION, MLP, PartialSum, Peers
+from nanovllm.layers.peers import ATTENTION, MLP, PartialSum, Peers, _MeetingStore
 
 HIDDEN, VOCAB, MAX_ROWS = 64, 50, 9
 
@@ -31,15 +32,14 @@ class LocalMemory:
         self.alive.add(self)
         self.numbers = {array: number for number, array in enumerate(arrays)}
 
-    def view(self, array, rank):
+    def of(self, rank, array):
         key = (self.numbers[array], rank)
         if key not in self.contents:
             self.contents[key] = torch.full(array.shape, 77, dtype=array.dtype, device=self.device)
         return self.contents[key]
 
-    def addresses(self, array):
-        where = [self.view(array, rank).data_ptr() for rank in range(self.parallel.size)]
-        return torch.tensor(where, device=self.device)
+    def of_each(self, array):
+        return tuple(self.of(rank, array) for rank in range(self.parallel.size))
 
 
 @pytest.fixture(params=[2, 3])
@@ -148,3 +148,17 @@ def test_memory_is_held(places):
 def test_more_rows_than_there_is_memory_for(places):
     peers = places[0].peers
     assert peers.serves(MAX_ROWS) and not peers.serves(MAX_ROWS + 1)
+
+
+def test_ranks_meet_whatever_they_have_met_before():
+    """torch puts a number into its keys that counts the meetings of a process."""
+    shared = HashStore()
+    stores = [_MeetingStore(shared) for _ in range(2)]
+    old, new = (PrefixStore("x", store) for store in stores)  # which calls them as torch does, from C++
+    for number in range(3):
+        old.set(f"Name/{number + 7}/0", f"old {number}")
+        new.set(f"Name/{number}/1", f"new {number}")
+        old.wait([f"Name/{number + 7}/1"])
+        new.wait([f"Name/{number}/0"])
+        assert old.get(f"Name/{number + 7}/1") == f"new {number}".encode()
+        assert new.get(f"Name/{number}/0") == f"old {number}".encode()
