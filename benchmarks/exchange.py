@@ -116,7 +116,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256, 512, 1024])
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # A rank reads all others' parts of a sum. With more, a library's all-reduce, which reads each number twice at most, and
 # not once a rank, is as fast.
-_MAX_REMOTE_BYTES = 4 << 20
+_MAX_REMOTE_BYTES = 8 << 20
 # Places of the sums, whose users take turns: a part is read while that of the next sum is written.
 ATTENTION, MLP, EMBEDDING = range(3)
 _ALIGNMENT = 256  # bytes
