@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,14 +34,16 @@ def run_job(job: Job) -> int:
         if len(done.rows) == job.num_own_rows:
             what = f"all {job.num_own_rows} rows are done" if job.num_own_rows else f"{settings.input}: has no rows"
             print(f"{what}; {settings.output}", file=sys.stderr)
+            watch.skip(len(done.rows))
             return 0
-        started = time.monotonic()
+        with watch.over_loading(len(done.rows)):
+            engine = JobEngine(settings.model, **settings.config)
         with (
-            JobEngine(settings.model, **settings.config) as engine,
+            engine,
             _young_heap(),
             StopSignals() as signals,
             JobProgress(job.num_own_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
-            watch.over(engine, len(done.rows), signals, time.monotonic() - started),
+            watch.over(engine, signals),
         ):
             job.check_params(engine.inputs)
             form = job.make_format(engine.tokenizer)
