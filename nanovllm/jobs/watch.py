@@ -60,8 +60,8 @@ class JobWatch:
             check_writable(path)
 
     def skip(self, num_before: int) -> None:
-        """All rows were done before. The report of how stays, but metrics that speak of rows that are left, as those of a
-        run that was killed do, are made true."""
+        """All rows were done before. The report of how stays, but metrics that speak of rows that are left, as those of
+        a run that was killed do, are made true."""
         self._record = JobRecord(self._job.num_own_rows, num_before)
         self._write_metrics()
 
