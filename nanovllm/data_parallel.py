@@ -69,7 +69,7 @@ class DataParallelLLM(LLM):
         of all replicas since the last step; the tokens become known when their request has finished.
 
         Raises:
-            WorkerError: a replica has died for the second time. The engine is closed then.
+            WorkerError: a replica has died, or stopped answering, for the second time. The engine is closed then.
             ResultError: as of one engine.
         """
         self.check_open()
@@ -117,7 +117,8 @@ class DataParallelLLM(LLM):
 
     def stats(self) -> EngineStats:
         """The sum over the replicas, as they have last reported: at most about a quarter of a second ago, or a step if
-        that takes longer. Requests are counted here. What one computes that dies counts up to its last report."""
+        that takes longer; one that was given nothing, or whose requests were all aborted, holds nothing. Requests are
+        counted here. What one computes that dies counts up to its last report."""
         return self._replicas.stats()
 
     def abort(self, seq_id: int) -> bool:

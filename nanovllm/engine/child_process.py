@@ -9,6 +9,7 @@ once that a process is dead.
 import contextlib
 import faulthandler
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from types import FrameType
 from typing import IO, Any
 
@@ -57,10 +59,18 @@ class ChildProcess:
     process: "subprocess.Popen[bytes]"
     connection: Connection
     stacks: IO[bytes]  # where it writes, on SIGUSR1, what its threads are at
+    outbox: "Outbox | None" = None
 
     @classmethod
-    def start(cls, rank: int, module: str, inherited: tuple[int, ...] = ()) -> "ChildProcess":
-        """Starts the `main` of a module; `inherited` are file descriptors that it gets."""
+    def start(
+        cls, rank: int, module: str, inherited: tuple[int, ...] = (), *, has_outbox: bool = False
+    ) -> "ChildProcess":
+        """Starts the `main` of a module.
+
+        Args:
+            inherited: file descriptors that it gets.
+            has_outbox: a thread sends, so that `send` never waits for a process that does not read.
+        """
         ours, theirs = Pipe()
         stacks = os.fdopen(nameless_file(), "w+b")
         given = (theirs.fileno(), stacks.fileno(), *inherited)
@@ -70,7 +80,11 @@ class ChildProcess:
         # script may be coming from there.
         process = subprocess.Popen(arguments, pass_fds=given, stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
-        return cls(rank, process, ours, stacks)
+        return cls(rank, process, ours, stacks, Outbox(ours) if has_outbox else None)
+
+    def send(self, message: Any) -> None:
+        """Raises OSError if the process has ended; with an outbox that shows only when it is listened to."""
+        (self.outbox or self.connection).send(message)
 
     def receive(self) -> Any | None:
         """Its next message; None if the process has ended."""
@@ -85,7 +99,10 @@ class ChildProcess:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a device that is stuck may hold even a dead process
+                self.process.wait(_SECONDS_TO_END)
+        if self.outbox is not None:
+            self.outbox.close()
         self.connection.close()
         self.stacks.close()
 
@@ -105,6 +122,31 @@ class ChildProcess:
         return self.stacks.read().decode(errors="replace") or "it does not react to a signal either: is it stopped?"
 
 
+class Outbox:
+    """Sends messages through a connection, in their order, from a thread of its own."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_send_all, args=(connection, self._messages), daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        """Does not wait."""
+        self._messages.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def close(self) -> None:
+        """Ends the thread; the process that it sends to has ended."""
+        self._messages.put(None)
+        if threading.current_thread() is not self._thread:  # as it is if the garbage collector runs there
+            self._thread.join(_SECONDS_TO_END)
+
+
+def _send_all(connection: Connection, messages: "SimpleQueue[bytes | None]") -> None:
+    with contextlib.suppress(OSError):  # the process has ended, which shows when it is listened to
+        while (message := messages.get()) is not None:
+            connection.send_bytes(message)
+
+
 def wait_for(connections: Iterable[Connection], timeout: float | None) -> list[Connection]:
     """Those that have something to say, or have ended."""
     return wait(list(connections), None if timeout is None else max(0.0, timeout))  # type: ignore[return-value]
@@ -120,7 +162,7 @@ def end_children(children: list[ChildProcess], owner: int) -> None:
         return
     for child in children:
         with contextlib.suppress(OSError):
-            child.connection.send(None)
+            child.send(None)
     deadline = time.monotonic() + _SECONDS_TO_END
     for child in children:
         child.end(deadline)

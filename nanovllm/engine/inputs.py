@@ -108,7 +108,7 @@ class InputProcessor:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenise(texts, add_special_tokens) if texts else ())
         return [
-            self.check_prompt_ids(next(encoded), f"{name} {index}") if isinstance(prompt, str) else prompt
+            self.check_tokenised(next(encoded), f"{name} {index}") if isinstance(prompt, str) else prompt
             for index, prompt in enumerate(prompts, first_index)
         ]
 
@@ -185,6 +185,11 @@ class InputProcessor:
         self._check_length(len(ids), name)
         return array("i", ids) if is_plain else self._in_range(ids, name)
 
+    def check_tokenised(self, ids: list[int], name: str) -> "array[int]":
+        """The same of what `tokenise` gave for a prompt: integers, and not negative."""
+        self._check_length(len(ids), name)
+        return array("i", ids) if max(ids) < self.vocab_size else self._in_range(_as_array(ids, name), name)
+
     def _are_plain(self, ids: Any) -> bool:
         """Whether it is a list of integers of the vocabulary, as most are: others take longer to look at."""
         if type(ids) is not list or set(map(type, ids)) != {int}:
@@ -208,7 +213,8 @@ class InputProcessor:
         backend = tokenizer.backend_tokenizer if is_plain else None
         # Truncation and padding are the backend's own state, which others may have set.
         if backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens):
-            return [one.ids for one in backend.encode_batch(texts, add_special_tokens=add_special_tokens)]
+            # "Fast" leaves out which characters became which token: two thirds of the time.
+            return [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         settings = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
         encoded: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens, **settings)["input_ids"]
         return encoded

@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from nanovllm.config import Config
 from nanovllm.engine.child_process import Failure, run_child
@@ -27,7 +28,8 @@ from nanovllm.engine.scoring import ScoredIds, score_of
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.stats import EngineStats
 
-_SECONDS_BETWEEN_REPORTS = 0.25  # of stats alone; what has begun or finished is reported at once
+# Between reports of stats alone, which are signs of life, too; what has begun or finished is reported at once.
+_SECONDS_BETWEEN_REPORTS = 0.25
 _MAX_KNOWN_PARAMS = 1024
 
 
@@ -83,20 +85,34 @@ class Replica(LLMEngine):
         self._request_ids: dict[int, int] = {}  # seq_id -> the parent's id
         self._not_begun: list[Sequence] = []
         self._known_params: dict[bytes, RequestParams] = {}
+        self._last_sent = 0.0
 
     def serve(self) -> None:
         """Computes until the parent wants no more."""
-        self._connection.send(Ready(self.inputs.num_kv_tokens, self.stats()))
-        report, last_sent = Report(), time.monotonic()
+        self._send(Ready(self.inputs.num_kv_tokens, self.stats()))
+        if self.runner.device.type == "cpu":  # where a step may take minutes; on a GPU it is only launched
+            register_module_forward_pre_hook(lambda module, inputs: self._report_if_due())
         while self._take_messages():
             self._step()
+            report = Report()
             self._note_begun(report)
             self._note_finished(report)
-            is_due = time.monotonic() - last_sent > _SECONDS_BETWEEN_REPORTS
-            if report.begun or report.finished or is_due:
-                report.stats = self.stats()
-                self._connection.send(report)
-                report, last_sent = Report(), time.monotonic()
+            if report.begun or report.finished:
+                self._report(report)
+            else:
+                self._report_if_due()
+
+    def _report(self, report: Report) -> None:
+        report.stats = self.stats()
+        self._send(report)
+
+    def _report_if_due(self) -> None:
+        if time.monotonic() - self._last_sent > _SECONDS_BETWEEN_REPORTS:
+            self._report(Report())
+
+    def _send(self, message: Ready | Report) -> None:
+        self._connection.send(message)
+        self._last_sent = time.monotonic()
 
     def _take_messages(self) -> bool:
         """Takes over what has come, and waits for more if there is nothing to compute. False at the end."""
@@ -107,7 +123,7 @@ class Replica(LLMEngine):
             if isinstance(message, Abort):
                 self._abandon(set(message.request_ids))
                 if self.is_finished():  # no step will report that nothing is left
-                    self._connection.send(Report(stats=self.stats()))
+                    self._report(Report())
             else:
                 for request in message:
                     self._begin(request)

@@ -5,11 +5,14 @@ holds is sure to run at the same time (tokens of prompts and longest outputs fit
 `max_num_seqs`), or what it holds and has not begun is less than a small look-ahead. The next request goes to the one
 with room that holds the fewest tokens. So when the queue is empty, what waits behind others in a slow replica is at
 most that look-ahead (and one request), and there is no need to steal anything back: what has begun has its KV there.
+
+A replica that has work says so four times a second, between two steps, and on a CPU in the middle of them: it is the
+thread that computes which speaks. One that is silent for minutes is as good as dead.
 """
 
-import contextlib
 import logging
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -32,6 +35,12 @@ logger = logging.getLogger(__name__)
 
 # Requests that wait in the parent: what replicas take between two looks of the parent, and more.
 _QUEUE_LENGTH = 1024
+
+# A replica that has work and says nothing for so long is given up, as one that has died. It is far more than a step on a
+# GPU takes, the first ones included, which compile kernels.
+SILENCE_LIMIT_SECONDS = 600.0
+# So often it is looked at who is silent.
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,30 @@ class _Replica:
     num_tokens: int = 0  # of all tasks
     num_seqs: int = 0
     stats: EngineStats = field(default_factory=EngineStats)  # as last reported
+    start_time: float = field(default_factory=time.monotonic)
+    load_seconds: float = 0.0
+    silent_seconds: float = 0.0  # for which it has owed a word, and this process has listened
     first_death: str | None = None
+    silence_limit: float | None = None  # seconds while it loads, None for as long as it takes
 
     @classmethod
     def start(cls, number: int, config: Config) -> "_Replica":
-        replica = cls(number, config, ChildProcess.start(number, "nanovllm.engine.replica"))
-        replica.send(config)
-        return replica
+        child = ChildProcess.start(number, "nanovllm.engine.replica", has_outbox=True)
+        child.send(config)
+        return cls(number, config, child)
+
+    def restart(self, cause: str) -> "_Replica":
+        """Another in its place, which may take longer to load than this one did, but not for ever."""
+        restarted = _Replica.start(self.number, self.config)
+        restarted.first_death = cause
+        restarted.silence_limit = SILENCE_LIMIT_SECONDS + 2 * self.load_seconds
+        return restarted
+
+    def begin(self, ready: Ready) -> None:
+        """It is loaded."""
+        self.num_kv_tokens, self.stats = ready.num_kv_tokens, ready.stats
+        self.load_seconds = time.monotonic() - self.start_time
+        self.silence_limit = SILENCE_LIMIT_SECONDS
 
     @property
     def has_room(self) -> bool:
@@ -71,10 +97,18 @@ class _Replica:
         is_sure_to_run = self.num_seqs < self.config.max_num_seqs and self.num_tokens < self.num_kv_tokens
         return is_sure_to_run or sum(self.waiting.values()) < self.config.max_num_batched_tokens
 
-    def send(self, message: Any) -> None:
-        """If the process has died, that shows when it is listened to."""
-        with contextlib.suppress(OSError):
-            self.child.connection.send(message)
+    @property
+    def current_stats(self) -> EngineStats:
+        """As last reported; but with nothing to do it holds nothing, even if it has not said so yet."""
+        return self.stats if self.tasks else replace(self.stats, num_running=0, num_waiting=0, num_used_blocks=0)
+
+    @property
+    def owes_a_word(self) -> bool:
+        return self.silence_limit is not None and (self.num_kv_tokens is None or bool(self.tasks))
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.silence_limit is not None and self.silent_seconds > self.silence_limit
 
     def take(self, task: Task) -> None:
         self.tasks[task.request.request_id] = task
@@ -91,7 +125,8 @@ class _Replica:
 
 class Replicas:
     """Owns the processes. They end when this is closed, garbage-collected, or the interpreter exits, and by themselves
-    within seconds when this process dies. One that dies is started again, once, and its requests are done again.
+    within seconds when this process dies. One that dies, or stops answering, is started again, once, and its requests
+    are done again.
 
     Attributes:
         finished: request_id -> result, as in `Report`, of what nobody has taken from here yet.
@@ -114,6 +149,7 @@ class Replicas:
         self._children: list[ChildProcess] = []
         self._end = weakref.finalize(self, end_children, self._children, os.getpid())
         self._is_starting = True
+        self._last_look = time.monotonic()
         try:
             for number, config in enumerate(configs):
                 self._replicas.append(_Replica.start(number, config))
@@ -140,7 +176,7 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Of all replicas, as they have last reported; requests as this process knows them."""
-        total = sum((replica.stats for replica in self._replicas), self._lost_stats)
+        total = sum((replica.current_stats for replica in self._replicas), self._lost_stats)
         return replace(total, **vars(self.counts), num_waiting=total.num_waiting + len(self._queue))
 
     @property
@@ -162,20 +198,27 @@ class Replicas:
                 replica.take(task)
                 given.setdefault(replica.number, []).append(task.request)
             for number, requests in given.items():
-                self._replicas[number].send(requests)
+                self._replicas[number].child.send(requests)
 
     def poll(self, timeout: float | None = None) -> None:
-        """Waits until a replica says something, or for `timeout` seconds; hands out requests before and after.
+        """Waits until a replica says something, or is given up, or for `timeout` seconds; hands out requests before and
+        after.
 
         Raises:
-            WorkerError: a replica has died that had been restarted; all have ended then.
+            WorkerError: a replica has died, or stopped answering, that had been restarted; all have ended then.
         """
         self.hand_out()
         speakers = {replica.child.connection: replica for replica in self._replicas}
-        ready = wait_for(speakers, timeout)
-        with interrupts_put_off():  # cut off halfway, a message would be lost
-            for connection in ready:
-                self._hear(speakers[connection])
+        deadline = None if timeout is None else time.monotonic() + timeout
+        is_over = False
+        while not is_over:
+            remaining = _SECONDS_BETWEEN_LOOKS if deadline is None else deadline - time.monotonic()
+            ready = wait_for(speakers, min(remaining, _SECONDS_BETWEEN_LOOKS))
+            with interrupts_put_off():  # cut off halfway, a message would be lost
+                for connection in ready:
+                    self._hear(speakers[connection])
+                has_lost = self._lose_silent({speakers[connection].number for connection in ready})
+            is_over = bool(ready) or has_lost or (deadline is not None and time.monotonic() >= deadline)
         self.hand_out()
 
     def forget(self, request_ids: Iterable[int]) -> None:
@@ -188,7 +231,7 @@ class Replicas:
                 if mine := replica.tasks.keys() & forgotten:
                     for request_id in mine:
                         replica.drop(request_id)
-                    replica.send(Abort(list(mine)))
+                    replica.child.send(Abort(list(mine)))
             self.counts.finish("abort", num_before - self.num_unfinished)
 
     def kill(self) -> None:
@@ -208,11 +251,34 @@ class Replicas:
     def _hear(self, replica: _Replica) -> None:
         message = replica.child.receive()
         if isinstance(message, Ready):
-            replica.num_kv_tokens, replica.stats = message.num_kv_tokens, message.stats
+            replica.begin(message)
         elif isinstance(message, Report):
             self._record(replica, message)
+        elif message is None:
+            self._lose(replica, replica.child.describe_end())
         else:
-            self._lose(replica, message)
+            self._lose(replica, f"failed:\n{message.traceback}")
+
+    def _lose_silent(self, heard: set[int]) -> bool:
+        """Gives up who has been silent for too long; whether there is one.
+
+        Between two looks little time counts, however much has passed: what has stopped this process for longer, such as
+        a machine that was suspended, may have stopped the replicas, too.
+
+        Args:
+            heard: numbers of the replicas that have just said something.
+        """
+        now = time.monotonic()
+        seconds = min(now - self._last_look, 2 * _SECONDS_BETWEEN_LOOKS)
+        self._last_look = now
+        for replica in self._replicas:
+            is_silent = replica.owes_a_word and replica.number not in heard
+            replica.silent_seconds = replica.silent_seconds + seconds if is_silent else 0.0
+        given_up = [replica for replica in self._replicas if replica.is_given_up]
+        for replica in given_up:
+            stack = replica.child.describe_stack()
+            self._lose(replica, f"did not answer for {replica.silent_seconds:.0f} seconds: {stack.rstrip()}")
+        return bool(given_up)
 
     def _record(self, replica: _Replica, report: Report) -> None:
         self.num_prefill_tokens += report.stats.num_prefill_tokens - replica.stats.num_prefill_tokens
@@ -226,9 +292,8 @@ class Replicas:
                 self.counts.finish(_finish_reason(output))
                 self.finished[request_id] = output
 
-    def _lose(self, replica: _Replica, failure: Failure | None) -> None:
-        """Starts a replica again that has died, or gives up."""
-        cause = replica.child.describe_end() if failure is None else f"failed:\n{failure.traceback}"
+    def _lose(self, replica: _Replica, cause: str) -> None:
+        """Starts a replica again that has died or is given up, or gives up itself."""
         name = f"replica {replica.number} of {len(self._replicas)}"
         if replica.first_death is not None or self._is_starting:
             self.kill()
@@ -239,8 +304,7 @@ class Replicas:
         replica.child.process.kill()
         replica.child.end(0.0)
         self._queue.extendleft(task for _, task in sorted(replica.tasks.items(), reverse=True))
-        restarted = _Replica.start(replica.number, replica.config)
-        restarted.first_death = cause
+        restarted = replica.restart(cause)
         self._replicas[replica.number] = restarted
         self._children[replica.number] = restarted.child
 

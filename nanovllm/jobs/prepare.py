@@ -134,7 +134,7 @@ class Preparer:
         return text
 
     def _encode(self, parsed: list[_Parsed | BadRow]) -> list[PreparedRow | BadRow]:
-        token_ids: dict[int, Any] = {}
+        token_ids: dict[int, list[int]] = {}
         for is_chat in (False, True):  # a chat template has written the special tokens
             group = [
                 (place, one.text)
@@ -145,13 +145,16 @@ class Preparer:
                 encoded = self._inputs.tokenise([text for _, text in group], add_special_tokens=not is_chat)
                 token_ids.update(zip([place for place, _ in group], encoded, strict=True))
         return [
-            one if isinstance(one, BadRow) else self._finish(one, token_ids.get(place, one.asked.prompt))
+            one if isinstance(one, BadRow) else self._finish(one, token_ids.get(place))
             for place, one in enumerate(parsed)
         ]
 
-    def _finish(self, parsed: _Parsed, token_ids: Any) -> PreparedRow | BadRow:
+    def _finish(self, parsed: _Parsed, tokenised: list[int] | None) -> PreparedRow | BadRow:
         try:
-            checked = self._inputs.check_prompt_ids(token_ids, "prompt 0")
+            if tokenised is None:
+                checked = self._inputs.check_prompt_ids(parsed.asked.prompt, "prompt 0")
+            else:
+                checked = self._inputs.check_tokenised(tokenised, "prompt 0")
         except (TypeError, ValueError) as error:
             return BadRow(parsed.row, _row_error(parsed.asked.place, error))
         return PreparedRow(parsed.row, checked, parsed.request, parsed.asked.params_place)

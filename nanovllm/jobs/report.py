@@ -119,6 +119,8 @@ def _findings(record: JobRecord, load_seconds: float) -> str:
 def findings(record: JobRecord, load_seconds: float) -> Iterable[str]:
     """What a slow job may have been slow for, in sentences."""
     stats, intervals, seconds = record.stats, list(record.intervals()), record.seconds
+    if not stats.num_engines:
+        yield "The model was not loaded."
     if load_seconds > max(seconds, 1.0):
         yield f"Loading the model took {short_time(load_seconds)}, and the rows {short_time(seconds)}."
     if record.num_failed:

@@ -4,6 +4,8 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.outputs import RequestOutput
-from nanovllm.engine.stats import family
+from nanovllm.engine.stats import EngineStats, family
 from nanovllm.jobs.engine import JobEngine
 from nanovllm.jobs.errors import JobError, one_line
 from nanovllm.jobs.files import check_writable, write_whole
@@ -41,7 +43,8 @@ class JobWatch:
         self._report = None if settings.report is None else Path(settings.report)
         self._metrics = None if settings.metrics is None else Path(settings.metrics)
         self._is_on = self._report is not None or self._metrics is not None
-        self._start = 0.0
+        self._engine: JobEngine | None = None
+        self._start = self._load_seconds = 0.0
         self._next_metrics, self._next_report = 0.0, _SECONDS_BETWEEN_REPORTS
         taken = {os.path.realpath(settings.input): "the input"}
         if not is_stream(settings.output):
@@ -56,16 +59,33 @@ class JobWatch:
                 raise JobError(f"{path}: can't be both {other} and {flag}")
             check_writable(path)
 
-    def over(self, engine: JobEngine, num_before: int, signals: StopSignals, load_seconds: float) -> "JobWatch":
-        """Enter what this returns.
+    def skip(self, num_before: int) -> None:
+        """All rows were done before. The report of how stays, but metrics that speak of rows that are left, as those of
+        a run that was killed do, are made true."""
+        self._record = JobRecord(self._job.num_own_rows, num_before)
+        self._write_metrics()
+
+    @contextmanager
+    def over_loading(self, num_before: int) -> Iterator[None]:
+        """While the engine is made. If that fails, there is nothing else to report.
 
         Args:
-            engine: is loaded, which took `load_seconds`.
             num_before: rows that were done before.
-            signals: may end the run.
         """
-        self._engine, self._signals, self._load_seconds = engine, signals, load_seconds
         self._record = JobRecord(self._job.num_own_rows, num_before)
+        started = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            self._write_metrics()
+            self._write_report(_status(error))
+            raise
+        finally:
+            self._load_seconds = time.monotonic() - started
+
+    def over(self, engine: JobEngine, signals: StopSignals) -> "JobWatch":
+        """Enter what this returns. `signals` may end the run."""
+        self._engine, self._signals = engine, signals
         return self
 
     def complete(self, row: Row, output: RequestOutput, seconds: float) -> None:
@@ -82,7 +102,7 @@ class JobWatch:
             return
         seconds = time.monotonic() - self._start
         if self._record.timeline.is_due(seconds):
-            self._record.timeline.add(seconds, self._engine.stats())
+            self._record.timeline.add(seconds, self._stats())
         if self._metrics is not None and seconds >= self._next_metrics:
             self._next_metrics = seconds + _SECONDS_BETWEEN_METRICS
             self._write_metrics()
@@ -100,9 +120,12 @@ class JobWatch:
     ) -> None:
         if not self._is_on:
             return
-        self._record.timeline.add(time.monotonic() - self._start, self._engine.stats())
+        self._record.timeline.add(time.monotonic() - self._start, self._stats())
         self._write_metrics()
         self._write_report(_status(error, self._signals))
+
+    def _stats(self) -> EngineStats:
+        return EngineStats() if self._engine is None else self._engine.stats()
 
     def _write_metrics(self) -> None:
         if self._metrics is None:
@@ -116,11 +139,11 @@ class JobWatch:
             "state=left": record.num_left,
         }
         rows = family("job_rows", "gauge", "Rows of the job, by what has become of them.", states, labels)
-        self._write(self._metrics, self._engine.stats().prometheus(labels) + rows)
+        self._write(self._metrics, self._stats().prometheus(labels) + rows)
 
     def _write_report(self, status: str) -> None:
         if self._report is not None:
-            facts = {**_settings(self._job), **self._engine.describe()}
+            facts = {**_settings(self._job), **({} if self._engine is None else self._engine.describe())}
             self._write(self._report, render(self._record, status, facts, self._load_seconds))
 
     def _write(self, path: Path, text: str) -> None:
@@ -130,12 +153,12 @@ class JobWatch:
             print(f"nanovllm: warning: {error}", file=sys.stderr)
 
 
-def _status(error: BaseException | None, signals: StopSignals) -> str:
+def _status(error: BaseException | None, signals: StopSignals | None = None) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if error is not None:
         return one_line(f"failed: {error}")
-    return "completed" if signals.received is None else f"stopped by {signals.received.name}"
+    return "completed" if signals is None or signals.received is None else f"stopped by {signals.received.name}"
 
 
 def _settings(job: Job) -> dict[str, str]:

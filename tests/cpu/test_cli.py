@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import gc
 import gzip
 import json
 import os
@@ -18,6 +19,7 @@ from nanovllm.config import Config
 from nanovllm.engine.grammar_compiler import GrammarCompiler
 from nanovllm.jobs.engine import JobEngine
 from nanovllm.jobs.params import NOT_IN_FILES, row_seed
+from nanovllm.jobs.results import ResultFile
 from tests.checkpoints import save_byte_tokenizer, save_random_model, write_json
 from tests.cpu.command_line import ENGINE, ENVIRONMENT, ROOT, cli, command, here, read_rows, run_args, write_rows
 
@@ -424,3 +426,22 @@ def test_engine_flags_are_used(byte_llama: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     cli(*run_args(byte_llama, source, output, "--num-kvcache-blocks", "2"))
     assert "the whole KV cache holds 32" in read_rows(output)[0]["error"]["message"]
+
+
+def test_garbage_of_a_job(
+    byte_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job looks for garbage rarely, since its rows leave none that need be looked for. After it all is as before."""
+    source, output = write_rows(tmp_path / "in.txt", ["a"] * 60), tmp_path / "o.jsonl"
+    before, append = gc.get_threshold(), ResultFile.append
+    num_found: list[int] = []
+
+    def collect(self: ResultFile, records: Any) -> None:
+        append(self, records)
+        assert gc.get_threshold()[0] >= 10_000
+        num_found.append(gc.collect())
+
+    monkeypatch.setattr(ResultFile, "append", collect)
+    here(capsys, *run_args(byte_llama, source, output, "--max-num-seqs", 2, "--max-tokens", 3))
+    assert len(num_found) > 20 and sum(num_found[5:]) < 10
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)

@@ -1,13 +1,17 @@
 """Several engines behind one queue give what one engine gives, and survive what happens to processes."""
 
 import gc
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +26,9 @@ from nanovllm.engine import child_process
 from nanovllm.engine import replicas as replicas_module
 from nanovllm.engine.child_process import WorkerError
 from nanovllm.engine.outputs import ResultError
-from nanovllm.engine.replica import Report, Request
+from nanovllm.engine.replica import Ready, Report, Request
 from nanovllm.engine.replicas import Replicas, Task, _Replica
+from nanovllm.engine.stats import EngineStats
 from tests.checkpoints import random_prompts, save_random_model
 from tests.processes import is_alive
 
@@ -54,6 +59,11 @@ def _await_end(pids: list[int], seconds: float = 10.0) -> None:
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a process is left"
         time.sleep(0.05)
+
+
+def loops_for_ever(logits: torch.Tensor, rows: Any) -> None:
+    while True:
+        pass
 
 
 def largest_is_banned(logits: torch.Tensor, rows: Any) -> None:
@@ -147,6 +157,18 @@ def test_abort_of_what_has_finished(two: LLM, expected: list[list[int]]) -> None
     assert not two.abort(request_id)
     assert two.collect()[request_id]["token_ids"] == expected[0]
     assert not two.abort(request_id) and two.is_finished()
+
+
+def test_gauges_after_an_abort(two: LLM) -> None:
+    """Nobody listens to a replica when nothing is left, but it is known to hold nothing."""
+    ids = [two.submit(prompt, LONG) for prompt in PROMPTS]
+    while two.stats().num_used_blocks == 0 or two.stats().num_running < 2:
+        two._poll(None)
+    for request_id in ids:
+        two.abort(request_id)
+    stats = two.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_unfinished) == (0, 0, 0, 0)
+    assert (stats.num_blocks, stats.max_num_seqs) == (128, 16)
 
 
 def test_steps(two: LLM, expected: list[list[int]]) -> None:
@@ -273,6 +295,76 @@ def test_replicas_of_two_ranks(byte_llama: Path, expected: list[list[int]], capl
     _await_end(pids + ranks[0] + ranks[1])
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The silence, in seconds, for which a replica is given up."""
+    monkeypatch.setattr(replicas_module, "_SECONDS_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr(replicas_module, "SILENCE_LIMIT_SECONDS", 2.0)
+    return 2.0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_stopped_process(byte_llama: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    """As one that dies. It doesn't read either, and what it is sent is more than the system holds for it."""
+    large = replace(GREEDY, stop="x" * 500_000)
+    llm = _make(byte_llama)
+    for pid in llm._replicas.pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    assert _tokens(llm, large) == expected
+    assert "replica 1 of 2 is restarted" in caplog.text and "did not answer for 2 seconds" in caplog.text
+    assert "is it stopped?" in caplog.text and time.monotonic() - started < 20
+    pids = llm._replicas.pids
+    assert _tokens(llm) == expected and llm._replicas.pids == pids
+    while any(replica.num_kv_tokens is None for replica in llm._replicas._replicas):
+        llm._replicas.poll()
+    os.kill(pids[1], signal.SIGSTOP)
+    reason = (
+        r"replica 1 of 2 did not answer for 2 seconds: (?s:.*)\nIt had been restarted, since it did not answer for 2"
+    )
+    with pytest.raises(WorkerError, match=reason):
+        _tokens(llm, LONG)
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_step_that_never_ends(byte_llama: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
+    """The request goes from one replica to the next until one is lost for the second time; the error tells at what."""
+    with _make(byte_llama) as llm:
+        pids = llm._replicas.pids
+        llm.submit(PROMPTS[0], replace(GREEDY, logits_processor=loops_for_ever))
+        with pytest.raises(WorkerError, match=r"did not answer for 2 seconds: (?s:.*) in loops_for_ever") as info:
+            while not llm.is_finished():
+                llm.collect()
+        assert len(re.findall("in loops_for_ever", str(info.value))) == 2
+        assert len(re.findall(r"replica [01] of 2 is restarted, and does 1 requests again", caplog.text)) == 2
+        _await_end(pids)
+
+
+SLOW = """import time
+from nanovllm.models.decoder import DecoderMLP
+def forward(self, *args, original=DecoderMLP.forward):
+    time.sleep(1.2)
+    return original(self, *args)
+DecoderMLP.forward = forward
+main()"""
+
+
+def test_slow_steps(
+    byte_llama: Path, impatient: float, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a replica shows in the middle of a step that it goes on."""
+    monkeypatch.setattr(child_process, "_BOOT", child_process._BOOT.replace("main()", f"exec({SLOW!r})"))
+    with _make(byte_llama, max_num_batched_tokens=1024) as llm:
+        pids = llm._replicas.pids
+        params = replace(GREEDY, max_tokens=1)
+        started = time.monotonic()
+        outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+        assert time.monotonic() - started > impatient
+        assert [output["token_ids"] for output in outputs] == [tokens[:1] for tokens in expected[:2]]
+        assert llm._replicas.pids == pids
+
+
 UNDECODABLE = """from nanovllm.engine.output_text import OutputTexts
 def output_of(self, seq, original=OutputTexts.output_of):
     if seq.num_prompt_tokens == 5:
@@ -351,7 +443,22 @@ def test_script_from_stdin(byte_llama: Path, expected: list[list[int]], is_kille
     _await_end(pids)
 
 
-class _Connection:
+def test_process_that_outlives_sigkill() -> None:
+    """As one that waits for a device which is stuck. It is not waited for."""
+
+    def wait(timeout: float | None = None) -> None:
+        assert timeout is not None
+        raise subprocess.TimeoutExpired("", timeout)
+
+    ours, theirs = Pipe()
+    process = SimpleNamespace(wait=wait, kill=lambda: None)
+    child = child_process.ChildProcess(0, process, ours, io.BytesIO())  # type: ignore[arg-type]
+    child.end(0.0)
+    assert ours.closed
+    theirs.close()
+
+
+class _Child:
     """What a replica's process would be sent."""
 
     def __init__(self) -> None:
@@ -360,13 +467,16 @@ class _Connection:
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
+    def describe_stack(self) -> str:
+        return "its stack\n"
+
 
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch) -> Replicas:
     """Replicas without processes: 4 sequences, 100 tokens of KV and a look-ahead of 30 tokens each."""
 
     def start(number: int, config: Config) -> _Replica:
-        return _Replica(number, config, SimpleNamespace(connection=_Connection()))  # type: ignore[arg-type]
+        return _Replica(number, config, _Child())  # type: ignore[arg-type]
 
     monkeypatch.setattr(replicas_module._Replica, "start", start)
     monkeypatch.setattr(replicas_module, "end_children", lambda *args: None)
@@ -388,7 +498,7 @@ def _held(policy: Replicas) -> list[list[int]]:
 def test_tokens_are_shared_out_evenly(policy: Replicas) -> None:
     _add(policy, 50, 10, 10, 10, 10)
     assert _held(policy) == [[50], [10, 10, 10, 10]]
-    assert [len(replica.child.connection.sent) for replica in policy._replicas] == [1, 1]
+    assert [len(replica.child.sent) for replica in policy._replicas] == [1, 1]
 
 
 def test_backlog_is_small(policy: Replicas) -> None:
@@ -415,3 +525,63 @@ def test_a_replica_that_loads_gets_nothing(policy: Replicas) -> None:
     policy._replicas[0].num_kv_tokens = None
     _add(policy, 10, 10)
     assert _held(policy) == [[], [10, 10]]
+
+
+class _Clock:
+    """The time in the parent; each look of it comes so many seconds after the one before."""
+
+    def __init__(self, policy: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        self.lost: list[tuple[int, str]] = []
+        self._policy = policy
+        monkeypatch.setattr(replicas_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(policy, "_lose", lambda replica, cause: self.lost.append((replica.number, cause)))
+
+    def look(self, seconds: float, number: int, heard: tuple[int, ...] = ()) -> None:
+        for _ in range(number):
+            self.now += seconds
+            self._policy._lose_silent(set(heard))
+
+
+def test_who_is_given_up(policy: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has work and was silent for ten minutes in which the parent listened, and nobody else."""
+    clock = _Clock(policy, monkeypatch)
+    for replica in policy._replicas:
+        replica.begin(Ready(100, EngineStats()))
+    clock.look(1.0, 2000)  # nobody has anything to do
+    _add(policy, 50)
+    clock.look(1.0, 599)
+    clock.look(1.0, 1, heard=(0,))
+    clock.look(1.0, 598)
+    clock.look(86400.0, 1)  # the machine was suspended
+    assert clock.lost == []
+    clock.look(1.0, 1)
+    assert clock.lost == [(0, "did not answer for 601 seconds: its stack")]
+
+
+def test_who_is_given_up_while_it_loads(policy: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start may take as long as it likes; the second has that as its measure."""
+    clock = _Clock(policy, monkeypatch)
+    first = policy._replicas[0]
+    first.num_kv_tokens = None
+    clock.look(1.0, 5000)
+    first.begin(Ready(100, EngineStats()))
+    policy._replicas[0] = first.restart("died")
+    clock.look(1.0, 10_600)
+    assert clock.lost == []
+    clock.look(1.0, 1)
+    assert [number for number, _ in clock.lost] == [0]
+
+
+def test_gauges_of_who_has_nothing_to_do(policy: Replicas) -> None:
+    """A report from before the abort is the last one that was read: nobody listens when nothing is left."""
+    first, second = policy._replicas
+    _add(policy, 10, 10)
+    busy = EngineStats(num_running=1, num_waiting=1, num_used_blocks=3, num_blocks=8, num_output_tokens=5)
+    for replica in (first, second):
+        policy._record(replica, Report(stats=busy))
+    policy.forget(list(first.tasks))
+    stats = policy.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (1, 1, 3)
+    policy.forget(list(second.tasks))
+    assert policy.stats() == EngineStats(num_blocks=16, num_output_tokens=10, num_finished_abort=2)

@@ -229,11 +229,18 @@ def test_replica_that_dies_twice(byte_llama: Path, tmp_path: Path) -> None:
     assert totals["output tokens sampled"] >= totals["output tokens of completed rows"]
 
 
+def _row_counts(metrics: str) -> dict[str, float]:
+    """What the metrics say has become of the job's rows."""
+    samples = parse_metrics(metrics).items()
+    return {labels[-1][7:-1]: value for (name, labels), value in samples if name == "nanovllm_job_rows"}
+
+
 def test_stopped_and_resumed(byte_llama: Path, tmp_path: Path) -> None:
     """Each run's report covers its own rows, and says how many were done before; with none to do, there is none."""
     source, output, report = write_rows(tmp_path / "in.jsonl", _rows(40)), tmp_path / "o.jsonl", tmp_path / "r.html"
+    metrics = tmp_path / "job.prom"
     args = run_args(byte_llama, source, output, "--max-num-seqs", 2, "--max-tokens", 100, "--ignore-eos", "--seed", 2)
-    args = (*args, "--resume", "--report", report)
+    args = (*args, "--resume", "--report", report, "--metrics", metrics)
     process = subprocess.Popen(command(*args), env=ENVIRONMENT, stderr=subprocess.PIPE)
     while not (output.exists() and output.read_bytes().count(b"\n") > 3):
         time.sleep(0.01)
@@ -244,6 +251,11 @@ def test_stopped_and_resumed(byte_llama: Path, tmp_path: Path) -> None:
     totals = _check(first, done)
     assert first.status == "stopped by SIGTERM"
     assert totals["rows left"] == 40 - len(done) > 0 and totals["rows done before this run"] == 0
+    num_good = sum("output" in record for record in done)
+    before_last = metrics.read_text()
+    assert _row_counts(before_last) == {
+        "before": 0, "completed": num_good, "failed": len(done) - num_good, "left": 40 - len(done)
+    }  # fmt: skip
     assert totals["output tokens sampled"] >= totals["output tokens of completed rows"]
 
     cli(*args)
@@ -252,9 +264,13 @@ def test_stopped_and_resumed(byte_llama: Path, tmp_path: Path) -> None:
     assert (second.status, totals["rows left"]) == ("completed", 0)
     assert totals["rows done before this run"] == len(done)
 
+    assert _row_counts(metrics.read_text())["left"] == 0
+
     report.unlink()
+    metrics.write_text(before_last)  # as it is after SIGKILL between the last row and the end
     assert "all 40 rows are done" in cli(*args).stderr
     assert not report.exists()
+    assert _row_counts(metrics.read_text()) == {"before": 40, "completed": 0, "failed": 0, "left": 0}
 
 
 def test_failed_job(
@@ -283,6 +299,33 @@ def test_failed_job(
     assert page.status.startswith(f"failed: {reason}")
     here(capsys, *args, "--resume")
     assert [record["index"] for record in read_rows(output)] == list(range(30))
+
+
+@pytest.mark.parametrize("error, status", [(MemoryError("not enough"), 1), (KeyboardInterrupt(), 130)])
+def test_model_that_is_not_loaded(
+    byte_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+) -> None:
+    """That is reported, too: what an earlier run has left says something else."""
+    source, report, metrics = write_rows(tmp_path / "in.txt", ["a"] * 3), tmp_path / "r.html", tmp_path / "job.prom"
+    for path in (report, metrics):
+        path.write_text("of an earlier run")
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("nanovllm.jobs.engine.LLM", load)
+    flags = ("--report", report, "--metrics", metrics)
+    here(capsys, *run_args(byte_llama, source, tmp_path / "o.jsonl", *flags), status=status)
+    page = Page(report)
+    reason = f"failed: {byte_llama} can't be loaded: MemoryError: not enough"
+    assert page.status == ("interrupted" if status == 130 else reason)
+    assert "The model was not loaded." in page.items and _check(page, [])["rows left"] == 3
+    assert _row_counts(metrics.read_text()) == {"before": 0, "completed": 0, "failed": 0, "left": 3}
 
 
 def test_fail_fast(byte_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Rows that ask for the same params share what is made of these; nothing else may show that."""
 
 import dataclasses
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from nanovllm.jobs.formats import ColumnFormat
 from nanovllm.jobs.params import RowParams, row_seed
 from nanovllm.jobs.prepare import BadRow, PreparedRow, Preparer
 from nanovllm.jobs.readers import Row
+from nanovllm.utils.checkpoint import open_checkpoint
+from tests.checkpoints import smollm2_path
 
 TEXTS = ["Hello", "<s>a</s>b", "", "<s><s>", "x" * 50]
 
@@ -72,6 +75,18 @@ def test_with_seed() -> None:
         params.with_seed(-1)
     with pytest.raises(TypeError, match="seed must be an int"):
         params.with_seed(1.5)  # type: ignore[arg-type]
+
+
+def test_tokens_of_a_real_vocabulary() -> None:
+    """Guards against a faster way that gives other tokens: characters of several tokens, specials, white space."""
+    tokenizer = open_checkpoint(str(smollm2_path())).load_tokenizer()
+    assert tokenizer is not None
+    inputs = InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=64, num_kv_tokens=64)
+    assert inputs._has_plain_backend
+    rng = random.Random(0)
+    parts = ["the", " river", "\n\n", "  ", "\t", "漢字", "é", "e\u0301", "🙂", "\ufffd", "<|im_start|>", "12", "don't"]
+    texts = ["x" + "".join(rng.choices(parts, k=rng.randrange(1, 30))) for _ in range(300)]
+    assert inputs.tokenise(texts) == tokenizer(texts)["input_ids"]
 
 
 class DoublingTokenizer(PreTrainedTokenizerFast):
