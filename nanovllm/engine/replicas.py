@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 # Requests that wait in the parent: what replicas take between two looks of the parent, and more.
 _QUEUE_LENGTH = 1024
 
-# A replica that has work and says nothing for so long is given up, as one that has died. A step on a GPU takes far less,
-# the first ones included, which compile kernels.
+# A replica that has work and says nothing for so long is given up, like one that has died. A step on a GPU takes much
+# less, the first ones included, which compile kernels.
 SILENCE_LIMIT_SECONDS = 600.0
 # So often it is looked at who is silent.
 _SECONDS_BETWEEN_LOOKS = 1.0
