@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 # Requests that wait in the parent: what replicas take between two looks of the parent, and more.
 _QUEUE_LENGTH = 1024
 
-# A replica that has work and says nothing for so long is given up, as one that has died. It is far more than a step on a
-# GPU takes, the first ones included, which compile kernels.
+# A replica that has work and says nothing for so long is given up, like one that has died. A step on a GPU takes much
+# less, the first ones included, which compile kernels.
 SILENCE_LIMIT_SECONDS = 600.0
 # So often it is looked at who is silent.
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -68,8 +68,8 @@ class _Replica:
     start_time: float = field(default_factory=time.monotonic)
     load_seconds: float = 0.0
     silent_seconds: float = 0.0  # for which it has owed a word, and this process has listened
+    silence_limit: float | None = None  # seconds; None while it loads for the first time, however long that takes
     first_death: str | None = None
-    silence_limit: float | None = None  # seconds while it loads, None for as long as it takes
 
     @classmethod
     def start(cls, number: int, config: Config) -> "_Replica":

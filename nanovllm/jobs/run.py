@@ -19,7 +19,7 @@ from nanovllm.jobs.results import ResultFile
 from nanovllm.jobs.signals import StopSignals
 from nanovllm.jobs.watch import JobWatch
 
-_OBJECTS_BETWEEN_COLLECTIONS = 50_000  # about those of 4,096 rows
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000  # those of some thousand rows
 
 
 def run_job(job: Job) -> int:
