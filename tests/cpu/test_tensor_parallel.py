@@ -1,6 +1,7 @@
 """Several ranks give exactly one rank's tokens."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import dummy_batch
@@ -16,7 +18,8 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prefix_groups import MAX_CAPACITY
 from nanovllm.engine.step_memory import StepLimits, StepMemory
 from nanovllm.engine.tensor_parallel import TensorParallelRunner
-from nanovllm.layers.parallel import SINGLE, Parallel
+from nanovllm.layers.linear import RowLinear
+from nanovllm.layers.parallel import SINGLE, Parallel, connect, make_store
 from nanovllm.models import build_model, resolve_architecture
 from nanovllm.utils.checkpoint import DirectoryCheckpoint
 from nanovllm.utils.loader import checkpoint_targets, load_weights
@@ -226,3 +229,25 @@ def test_a_capture_leaves_nobody_to_be_released(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(MemoryError):
         runner._sample_for_capture(None, None)  # type: ignore[arg-type]
     assert runner._num_awaited is None
+
+
+@pytest.mark.parametrize("num_rows", [1, 2047, 2048, 2051])
+@pytest.mark.parametrize("bias", [False, True])
+def test_long_prompts_are_added_up_in_parts(num_rows: int, bias: bool) -> None:
+    """The ranks are threads here."""
+    device, store = torch.device("cpu"), make_store()
+    x, weight, added = torch.randn(num_rows, 12), torch.randn(5, 12), torch.randn(5)
+
+    def multiply(rank: int) -> torch.Tensor:
+        parallel = connect(device, store.port, rank, 2, 10)
+        columns = parallel.shard(12)
+        layer = RowLinear(columns, 5, bias, parallel)
+        layer.weight.data = weight[:, columns.pieces[0]].contiguous()
+        if layer.bias is not None:
+            layer.bias.data = added
+        return layer.in_pieces(x[:, columns.pieces[0]])  # type: ignore[return-value]
+
+    with ThreadPoolExecutor() as executor:
+        first, second = executor.map(multiply, range(2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, F.linear(x, weight, added if bias else None))
