@@ -21,27 +21,41 @@ PROMPTS = random_prompts((1, 15, 16, 17, 63, 200, 7))
 SMALL = {"dtype": "float32", "num_kvcache_blocks": 64, "kvcache_block_size": 16, "max_num_seqs": 16}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    save_random_model(folder, request.param)
-    return folder
+# Greedy, with extras on every row, and with seeds and filters; the second time from the prefix cache.
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=7, max_tokens=24, ignore_eos=True)
+JOBS = [GREEDY, EXTRA_PARAMS, DRAWN] * 2
 
 
 def generate(llm: LLM, params: Any) -> list[list[int]]:
     return [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_random_model(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def one_rank(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[list[int]]]]:
+    """A checkpoint, and what one rank makes of the jobs."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_random_model(folder, request.param)
+    with LLM(str(folder), **SMALL) as llm:
+        return folder, [generate(llm, params) for params in JOBS]
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("max_num_batched_tokens", [48, 16384])
-def test_equals_one_rank(checkpoint: Path, enforce_eager: bool, max_num_batched_tokens: int) -> None:
-    """Greedy, with extras on every row, and with seeds and filters; the second time from the prefix cache."""
-    drawn = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=7, max_tokens=24, ignore_eos=True)
-    jobs = [GREEDY, EXTRA_PARAMS, drawn] * 2
-    with LLM(str(checkpoint), **SMALL) as llm:
-        expected = [generate(llm, params) for params in jobs]
+def test_equals_one_rank(
+    one_rank: tuple[Path, list[list[list[int]]]], enforce_eager: bool, max_num_batched_tokens: int
+) -> None:
+    folder, expected = one_rank
     with LLM(
-        str(checkpoint),
+        str(folder),
         tensor_parallel_size=2,
         enforce_eager=enforce_eager,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -49,7 +63,7 @@ def test_equals_one_rank(checkpoint: Path, enforce_eager: bool, max_num_batched_
     ) as llm:
         if torch.cuda.can_device_access_peer(0, 1):  # decode steps don't need NCCL then; prompts, which are longer, do
             assert llm.runner.parallel.peers is not None
-        assert [generate(llm, params) for params in jobs] == expected
+        assert [generate(llm, params) for params in JOBS] == expected
         llm.block_manager.check_integrity(llm.scheduler.unfinished())
 
 
