@@ -1,5 +1,6 @@
 """What a request's `SamplingParams` say about its logits, made ready once: ids, arrays, bit masks. No torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class TokenRules:
         repetition_penalty, frequency_penalty, presence_penalty: 1, 0 and 0 are off.
         processor: the user's own function.
         allowed_ids: the tokens of `allowed_mask`.
-        banned_ids: tokens that biases or words can ban, if only for some time.
+        banned_together: sets of tokens that words can ban at the same time.
         is_constrained: whether the output is under a constraint, whose masks come with each step.
     """
 
@@ -39,7 +40,7 @@ class TokenRules:
     presence_penalty: float
     processor: LogitsProcessor | None
     allowed_ids: frozenset[int] | None
-    banned_ids: frozenset[int]
+    banned_together: list[frozenset[int]]
     is_constrained: bool
 
     @property
@@ -79,7 +80,7 @@ def compile_rules(params: SamplingParams, tokenizer: Any | None, num_ids: int) -
         presence_penalty=params.presence_penalty,
         processor=params.logits_processor,
         allowed_ids=allowed_ids,
-        banned_ids=frozenset(word[-1] for word in words),
+        banned_together=_banned_together(words, allowed_ids),
         is_constrained=params.constraint is not None,
     )
 
@@ -88,18 +89,17 @@ def check_token_is_left(
     params: SamplingParams, rules: TokenRules | None, stop_ids: frozenset[int], num_ids: int
 ) -> None:
     """Raises ValueError unless some of the `num_ids` tokens can be sampled at any time."""
-    banned_ids = stop_ids if params.min_tokens else frozenset()
-    allowed_ids = None
-    if rules is not None:
-        banned_ids |= rules.banned_ids
-        allowed_ids = rules.allowed_ids
-    num_left = num_ids - len(banned_ids) if allowed_ids is None else len(allowed_ids - banned_ids)
-    if num_left == 0:
-        raise ValueError(
-            f"min_tokens={params.min_tokens}, bad_words and allowed_token_ids can leave none of the {num_ids} tokens "
-            f"that this model can sample: {len(banned_ids)} may be banned"
-            + ("" if allowed_ids is None else f", {len(allowed_ids)} are allowed")
-        )
+    too_early = stop_ids if params.min_tokens else frozenset()
+    allowed_ids = None if rules is None else rules.allowed_ids
+    for banned_by_words in [frozenset[int]()] if rules is None else rules.banned_together:
+        banned_ids = too_early | banned_by_words
+        num_left = num_ids - len(banned_ids) if allowed_ids is None else len(allowed_ids - banned_ids)
+        if num_left == 0:
+            raise ValueError(
+                f"min_tokens={params.min_tokens}, bad_words and allowed_token_ids can leave none of the {num_ids} "
+                f"tokens that this model can sample: {len(banned_ids)} may be banned"
+                + ("" if allowed_ids is None else f", {len(allowed_ids)} are allowed")
+            )
 
 
 def _pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
@@ -128,6 +128,38 @@ def _word_ids(params: SamplingParams, tokenizer: Any | None) -> list[tuple[int, 
             if before and both[: len(before)] == before and len(both) > len(before):
                 words[both[len(before) :]] = None
     return [word for word in words if not any(word[start:] in words for start in range(1, len(word)))]
+
+
+def _banned_together(words: list[tuple[int, ...]], allowed_ids: frozenset[int] | None) -> list[frozenset[int]]:
+    """For each way in which an output can end, as far as words care, the tokens that can't come next."""
+    # Ends are beginnings of words: what may follow in the word, and what may not because it would complete it.
+    followers: dict[tuple[int, ...], set[int]] = {(): set()}
+    last_ids: dict[tuple[int, ...], set[int]] = {}
+    for word in words:
+        for length, token_id in enumerate(word[:-1]):
+            followers.setdefault(word[:length], set()).add(token_id)
+        followers.setdefault(word[:-1], set())
+        last_ids.setdefault(word[:-1], set()).add(word[-1])
+    seen: set[tuple[int, ...]] = {()}
+    unseen: list[tuple[int, ...]] = [()]
+    result = []
+    while unseen:
+        end = unseen.pop()
+        parts = [part for part in _endings(end) if part in followers]
+        banned = frozenset(token_id for part in parts for token_id in last_ids.get(part, ()))
+        result.append(banned)
+        for token_id in {token_id for part in parts for token_id in followers[part]} - banned:
+            if allowed_ids is None or token_id in allowed_ids:
+                longer = next(part for part in _endings((*end, token_id)) if part in followers)
+                if longer not in seen:
+                    seen.add(longer)
+                    unseen.append(longer)
+    return result
+
+
+def _endings(ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The longest first, the empty one last."""
+    return (ids[start:] for start in range(len(ids) + 1))
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:

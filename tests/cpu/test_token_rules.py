@@ -1,5 +1,6 @@
 """Rules that requests bring: how words become tokens, what is refused, and how."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.token_rules import TokenRules, compile_rules
+from nanovllm.engine.token_rules import TokenRules, check_token_is_left, compile_rules
 from tests.checkpoints import VOCAB_SIZE, save_byte_tokenizer, save_markov_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -141,7 +142,8 @@ def test_words_without_tokens() -> None:
     "settings",
     [
         {"allowed_token_ids": [5], "bad_words": [[5]]},
-        {"allowed_token_ids": [5, 6], "bad_words": [[5], [7, 6]]},  # not always, but it can happen
+        {"allowed_token_ids": [5, 6], "bad_words": [[5], [6, 6]]},  # not at first, but after a 6
+        {"allowed_token_ids": [5, 6, 7], "bad_words": [[5], [6, 7, 6], [7, 7], [6, 6]]},  # after 6 7
         {"allowed_token_ids": [5], "min_tokens": 2, "stop_token_ids": [5]},
         {"bad_words": [[token] for token in range(300)]},
         {"allowed_token_ids": [310]},  # the model has a logit for it, the tokenizer no text
@@ -153,6 +155,54 @@ def test_nothing_left(byte_llama: Path, make_llm: Any, settings: dict[str, Any])
     llm = make_llm(byte_llama)
     with pytest.raises(ValueError, match="can leave none of the 300 tokens"):
         llm.generate([[1]], replace(GREEDY, **settings), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "words"),
+    [
+        ([5, 6], [[5], [7, 6]]),  # no 7 will come, and those of the prompt don't count
+        ([5, 6], [[5, 6], [6, 5]]),
+        ([5, 6], [[5, 5, 6], [5, 5], [6, 5, 5]]),
+    ],
+)
+def test_something_is_left(byte_llama: Path, make_llm: Any, allowed: list[int], words: list[list[int]]) -> None:
+    """Words that ban every allowed token, but never at the same time."""
+    llm = make_llm(byte_llama)
+    params = replace(GREEDY, temperature=1.0, seed=1, allowed_token_ids=allowed, bad_words=words, max_tokens=30)
+    (output,) = llm.generate([[7]], params, use_tqdm=False)
+    tokens = output["token_ids"]
+    assert len(tokens) == 30 and set(tokens) <= set(allowed)
+    assert not any(tokens[start : start + len(word)] == word for word in words for start in range(30))
+
+
+def test_what_is_left_by_trying() -> None:
+    """A request is refused exactly if some output leads to where every token is banned."""
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(2000):
+        num_ids = rng.randint(2, 4)
+        allowed = rng.choice([None, rng.sample(range(num_ids), rng.randint(1, num_ids))])
+        words = [[rng.randrange(num_ids) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(1, 6))]
+        params = SamplingParams(bad_words=words, allowed_token_ids=allowed)
+        rules = compile_rules(params, None, num_ids)
+        # Words are of three tokens at most, so an output's last two say what can't come next.
+        outputs, is_dead = [()], False
+        for output in outputs:
+            nexts = [
+                token
+                for token in (range(num_ids) if allowed is None else allowed)
+                if not any((*output, token)[-len(word) :] == tuple(word) for word in words)
+            ]
+            is_dead |= not nexts
+            outputs += [end for token in nexts if (end := (*output, token)[-2:]) not in outputs]
+        try:
+            check_token_is_left(params, rules, frozenset(), num_ids)
+        except ValueError:
+            assert is_dead, params
+            num_refused += 1
+        else:
+            assert not is_dead, params
+    assert 200 < num_refused < 1800
 
 
 def test_ids_that_are_never_sampled(byte_llama: Path, make_llm: Any) -> None:
