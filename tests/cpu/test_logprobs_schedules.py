@@ -6,33 +6,22 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.engine.scheduler import Scheduler
 from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.naive import check_logprobs
-
-BLOCK_SIZE = 8
-LENGTHS = (1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 41)
-PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+from tests.cpu.scored_job import BLOCK_SIZE, PARAMS, generate, make_prompts
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Lengths around a block's; the last three begin alike."""
-    rng = random.Random(3)
-    shared = [rng.randrange(VOCAB_SIZE) for _ in range(BLOCK_SIZE + 1)]
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-    return prompts[:4] + [(shared + prompt)[: len(prompt)] for prompt in prompts[4:]]
+    return make_prompts()
 
 
 @pytest.fixture(scope="module")
 def llm(random_llama: Any, make_shared_llm: Any) -> LLM:
     engine: LLM = make_shared_llm(random_llama[0], kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=400)
     return engine
-
-
-def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
-    return llm.generate(prompts, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("budget", [1, 3, BLOCK_SIZE, 30])
