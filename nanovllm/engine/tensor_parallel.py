@@ -58,6 +58,7 @@ class TensorParallelRunner(ModelRunner):
         # Tokens that the others wait for in the step that is being launched; None while it is not known.
         self._num_awaited: int | None = None
         self._memory = StepMemory(limits)
+        self.parallel = SINGLE  # until the ranks are connected
         try:
             self._workers = Workers(size, self._memory.file_descriptor)
         finally:
@@ -67,15 +68,18 @@ class TensorParallelRunner(ModelRunner):
             self._store = store = make_store()  # NCCL looks into it for as long as its group lives
             setup = WorkerSetup(config, checkpoint.location, max_model_len, num_sampled_ids, limits, store.port)
             self._workers.tell(setup)
-            device = resolve_device(config.device)
-            self.parallel = connect(device, store.port, 0, size, STEP_TIMEOUT_SECONDS)
-            with self._aborting_exchanges(device):
+            self.device = resolve_device(config.device)
+            self.parallel = connect(self.device, store.port, 0, size, STEP_TIMEOUT_SECONDS)
+            with self._aborting_exchanges():
                 super().__init__(config, checkpoint, max_model_len, num_sampled_ids, self.parallel)
                 self._workers.hear()
         except BaseException as error:
-            if isinstance(error, ExchangeError) or (self._workers.has_dead() and not self.is_lost):  # which is why
-                raise self._workers.fail() from error
+            is_others = isinstance(error, ExchangeError) or (self._workers.has_dead() and not self.is_lost)
+            failure = self._workers.fail() if is_others else None
             self._workers.kill()
+            self._end_exchanges()
+            if failure is not None:
+                raise failure from error
             raise
 
     @property
@@ -117,22 +121,27 @@ class TensorParallelRunner(ModelRunner):
             with suppress(ExchangeError):  # if one has died meanwhile, so be it
                 self._release_others()
         self._workers.close()
-        if self.device.type == "cuda":
-            # What still waits for a rank that was lost. NCCL waits for graphs that hold its exchanges, and those for it
-            # if they run: so both at the same time.
-            aborting = threading.Thread(target=self.parallel.abort)
-            aborting.start()
-            self.graphs = None
-            aborting.join()
+        self._end_exchanges()
         super().close()
         self.parallel = SINGLE  # the group ends before the store that it looks into
         del self._store
 
+    def _end_exchanges(self) -> None:
+        """Of this rank's GPU: what still waits there for a rank that is gone, and would be waited for. On a CPU an
+        exchange fails by itself."""
+        if self.parallel.group is None or self.device.type == "cpu":
+            return
+        # NCCL waits for graphs that hold its exchanges, and those for it if they run: so both at the same time.
+        aborting = threading.Thread(target=self.parallel.abort)
+        aborting.start()
+        self.graphs = None
+        aborting.join()
+
     @contextmanager
-    def _aborting_exchanges(self, device: torch.device) -> Iterator[None]:
-        """While the model is made: if another rank dies, a GPU would wait for it in an exchange, and this thread for
-        the GPU. On a CPU an exchange fails by itself."""
-        if device.type == "cpu":
+    def _aborting_exchanges(self) -> Iterator[None]:
+        """While the model is made: if another rank dies, the GPU would wait for it in an exchange, and this thread for
+        the GPU."""
+        if self.device.type == "cpu":
             yield
             return
         is_made = threading.Event()
