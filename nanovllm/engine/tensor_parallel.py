@@ -74,8 +74,9 @@ class TensorParallelRunner(ModelRunner):
                 super().__init__(config, checkpoint, max_model_len, num_sampled_ids, self.parallel)
                 self._workers.hear()
         except BaseException as error:
-            is_others = isinstance(error, ExchangeError) or (self._workers.has_dead() and not self.is_lost)
-            failure = self._workers.fail() if is_others else None
+            # Another rank's end shows in an exchange; on a GPU it can show wherever this rank waits for the device.
+            is_waiting = isinstance(error, RuntimeError) and self._workers.has_dead() and not self.is_lost
+            failure = self._workers.fail() if isinstance(error, ExchangeError) or is_waiting else None
             self._workers.kill()
             self._end_exchanges()
             if failure is not None:

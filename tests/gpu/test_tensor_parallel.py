@@ -134,6 +134,16 @@ def test_lost_rank(checkpoint: Path, enforce_eager: bool, what: signal.Signals) 
         assert len(generate(again, GREEDY)) == len(PROMPTS)
 
 
+def test_too_little_memory(checkpoint: Path) -> None:
+    """Both ranks find that out, in the midst of exchanges; the caller gets the reason, and a device that is free."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="KV cache"):
+            LLM(str(checkpoint), tensor_parallel_size=2, gpu_memory_utilization=1e-4, max_num_seqs=16)
+    torch.cuda.synchronize()
+    with LLM(str(checkpoint), tensor_parallel_size=2, **SMALL) as llm:
+        assert len(generate(llm, GREEDY)) == len(PROMPTS)
+
+
 def test_two_engines_at_once(checkpoint: Path) -> None:
     settings = {**SMALL, "tensor_parallel_size": 2}
     with LLM(str(checkpoint), **settings) as first, LLM(str(checkpoint), **settings) as second:
