@@ -23,12 +23,12 @@ from benchmarks.shapes import SHAPES, save_tokenizer, shape_folder
 from benchmarks.workloads import describe_environment
 from nanovllm.utils.demo import demo_model
 
-# argv: model, input, load format, whether to tokenise ahead, max_num_seqs, max_tokens. Prints seconds.
+# argv: model, input, load format, whether to tokenise ahead, max_num_seqs, max_tokens, replicas. Prints seconds.
 _GENERATE = """
 import json, sys, time
 from nanovllm import LLM, SamplingParams
-model, source, load_format, is_tokenised, num_seqs, max_tokens = sys.argv[1:]
-llm = LLM(model, max_num_seqs=int(num_seqs), load_format=load_format)
+model, source, load_format, is_tokenised, num_seqs, max_tokens, num_replicas = sys.argv[1:]
+llm = LLM(model, max_num_seqs=int(num_seqs), load_format=load_format, data_parallel_size=int(num_replicas))
 ids = None
 if is_tokenised == "True":
     ids = [llm.tokenizer.encode(json.loads(line)["prompt"]) for line in open(source)]
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--num-words", type=int, default=50, help="of each prompt")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--data-parallel-size", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     rng = random.Random(0)
@@ -59,7 +60,7 @@ def main() -> None:
         model, load_format = str(folder), "dummy"
     else:
         model, load_format = args.model or demo_model(), "auto"
-    sizes = [str(args.max_num_seqs), str(args.max_tokens)]
+    sizes = [str(args.max_num_seqs), str(args.max_tokens), str(args.data_parallel_size)]
     with tempfile.TemporaryDirectory() as files:
         source, output = Path(files) / "in.jsonl", Path(files) / "out.jsonl"
         with source.open("w") as file:
@@ -80,6 +81,7 @@ def main() -> None:
             run_cpu.append(_cpu_seconds() - started)
     result = {
         "job": f"{args.num_rows} rows of {args.num_words} words, {args.max_tokens} tokens out",
+        "data_parallel_size": args.data_parallel_size,
         "prompts_of_generate": "token ids" if args.token_ids else "texts",
         "generate_seconds": [round(seconds, 2) for seconds in generate],
         "run_seconds": [round(seconds, 2) for seconds in run],
@@ -96,6 +98,7 @@ def main() -> None:
 
 def _seconds_of_run(arguments: list[str], sizes: list[str]) -> float:
     flags = ["--quiet", "--ignore-eos", "--seed", "0", "--max-num-seqs", sizes[0], "--max-tokens", sizes[1]]
+    flags += ["--data-parallel-size", sizes[2]]
     match = re.search(r"rows in ([\d.]+) s", _output_of(["-m", "nanovllm", "run", *arguments, *flags]))
     assert match is not None
     return float(match.group(1))
