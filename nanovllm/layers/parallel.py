@@ -123,9 +123,11 @@ class Parallel:
 
     def abort(self) -> None:
         """Ends exchanges on a GPU, and all later ones, whatever they do: some rank is lost."""
-        if self.peers is not None:
-            self.peers.release()
-        self.group.abort()
+        try:
+            if self.peers is not None:
+                self.peers.release()
+        finally:
+            self.group.abort()
 
     def gather_vocab(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """[N, padded_vocab] of each rank -> on rank 0, [N, vocab_size]; the others get back their own."""

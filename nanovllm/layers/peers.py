@@ -124,7 +124,7 @@ def connect_peers(
 
     Args:
         dtype: of the model.
-        max_rows: more are never exchanged at a time.
+        max_rows: of a decode step. Exchanges of more rows are the group's.
 
     Raises:
         ExchangeError: another rank is lost.
@@ -141,7 +141,7 @@ def connect_peers(
     parallel.all_reduce(torch.zeros(1, device=device)).item()
     try:
         peers = Peers(parallel, device, dtype, max_rows, hidden_size, vocab_size)
-    except (RuntimeError, AttributeError) as error:  # what torch offers for this is not final
+    except (RuntimeError, AttributeError, ImportError, TypeError) as error:  # what torch offers for this is not final
         logger.warning("the ranks' exchanges are NCCL's alone: %s", error)
         peers = None
     # No rank goes on before the others' flags are zero, and none with peers if another has none.

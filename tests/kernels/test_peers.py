@@ -3,6 +3,7 @@ up to what the whole layer gives."""
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -16,7 +17,7 @@ from nanovllm.layers.embed_head import LMHead, VocabEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowLinear
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.peers import ATTENTION, MLP, PartialSum, Peers, _MeetingStore
+from nanovllm.layers.peers import ATTENTION, MLP, PartialSum, Peers, _MeetingStore, connect_peers
 
 HIDDEN, VOCAB, MAX_ROWS = 64, 50, 9
 
@@ -162,3 +163,54 @@ def test_ranks_meet_whatever_they_have_met_before():
         new.wait([f"Name/{number}/0"])
         assert old.get(f"Name/{number + 7}/1") == f"new {number}".encode()
         assert new.get(f"Name/{number}/0") == f"old {number}".encode()
+
+
+class FakeGroup:
+    """Of two ranks. `others` is what the other one adds to a sum."""
+
+    def __init__(self, others=0.0):
+        self.others, self.is_aborted = others, False
+
+    def allreduce(self, tensors):
+        tensors[0] += self.others
+        return SimpleNamespace(wait=lambda: None)
+
+    def abort(self):
+        self.is_aborted = True
+
+
+@pytest.fixture
+def reachable(monkeypatch):
+    """Two GPUs that reach one another's memory, as far as `connect_peers` can see."""
+    cuda = SimpleNamespace(can_device_access_peer=lambda one, other: True)
+    zeros, tensor = (lambda value, device: torch.zeros(value)), (lambda value, device: torch.tensor(value))
+    monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, zeros=zeros, tensor=tensor))
+    return torch.device("cuda", 0), torch.float16, 8, 64, 100
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, ImportError, TypeError])
+def test_without_what_torch_offers(reachable, monkeypatch, error, caplog):
+    """Other versions of torch may not have it, or call it otherwise."""
+
+    def fail(*args):
+        raise error("no such thing")
+
+    monkeypatch.setattr(module, "Peers", fail)
+    assert connect_peers(Parallel(0, 2, FakeGroup()), *reachable).peers is None
+    assert "NCCL's alone: no such thing" in caplog.text
+
+
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_all_ranks_or_none(reachable, monkeypatch, others):
+    monkeypatch.setattr(module, "Peers", lambda *args: "peers")
+    assert connect_peers(Parallel(0, 2, FakeGroup(others)), *reachable).peers == ("peers" if others else None)
+
+
+def test_the_group_is_aborted_whatever_the_device_says():
+    def release():
+        raise RuntimeError("the device is broken")
+
+    group = FakeGroup()
+    with pytest.raises(RuntimeError, match="is broken"):
+        Parallel(0, 2, group, peers=SimpleNamespace(release=release)).abort()
+    assert group.is_aborted
