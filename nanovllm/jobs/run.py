@@ -42,8 +42,8 @@ def run_job(job: Job) -> int:
             engine = JobEngine(settings.model, **settings.config)
         with (
             engine,
-            _young_heap(),
             StopSignals() as signals,
+            _young_heap(),
             JobProgress(job.num_own_rows, len(done.rows), done.num_failed, is_shown=settings.show_progress) as progress,
             watch.over(engine, signals),
         ):

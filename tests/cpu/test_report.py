@@ -328,6 +328,17 @@ def test_model_that_is_not_loaded(
     assert _row_counts(metrics.read_text()) == {"before": 0, "completed": 0, "failed": 0, "left": 3}
 
 
+def test_stopped_before_the_first_row(
+    byte_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between loading and the rows, where the garbage is collected for some tenths of a second."""
+    source, report = write_rows(tmp_path / "in.txt", ["a"] * 3), tmp_path / "r.html"
+    monkeypatch.setattr("nanovllm.jobs.run.gc.freeze", lambda: signal.raise_signal(signal.SIGINT))
+    here(capsys, *run_args(byte_llama, source, tmp_path / "o.jsonl", "--report", report), status=130)
+    page = Page(report)
+    assert page.status == "stopped by SIGINT" and _check(page, [])["rows left"] == 3
+
+
 def test_fail_fast(byte_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, report = write_rows(tmp_path / "in.jsonl", [{"prompt": ""}]), tmp_path / "r.html"
     here(capsys, *run_args(byte_llama, source, tmp_path / "o.jsonl", "--fail-fast", "--report", report), status=1)
