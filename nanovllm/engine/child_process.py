@@ -164,8 +164,15 @@ def end_children(children: list[ChildProcess], owner: int) -> None:
         with contextlib.suppress(OSError):
             child.send(None)
     deadline = time.monotonic() + _SECONDS_TO_END
-    for child in children:
-        child.end(deadline)
+    try:
+        for child in children:
+            child.end(deadline)
+    except BaseException:  # Ctrl-C: nobody comes back here, and one that hangs would outlive this process
+        for child in children:
+            child.process.kill()
+        for child in children:
+            child.end(0.0)
+        raise
 
 
 def run_child(serve: Callable[..., None]) -> None:

@@ -1,6 +1,7 @@
 """An engine of several processes starts, dies and closes cleanly."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -107,6 +108,22 @@ def test_constructor_failures(
     assert not any(map(is_alive, started))
     with _make(random_llama[0]) as llm:
         assert _tokens(llm) == expected
+
+
+def test_ctrl_c_while_it_closes(random_llama: Any, started: list[int]) -> None:
+    """A process that is stopped doesn't see that its parent is gone. So it is not left behind."""
+    llm = _make(random_llama[0])
+    os.kill(started[0], signal.SIGSTOP)
+    timer = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.close()
+        assert not is_alive(started[0])
+    finally:
+        timer.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize("cause", ["killed", "raise", "hang"])
