@@ -25,6 +25,7 @@ from nanovllm.models import resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
 
 _SECONDS_BETWEEN_LOOKS = 0.05
+_SECONDS_TO_ABORT = 5.0
 
 _Handle = TypeVar("_Handle", StepHandle, StepHandle | None)
 
@@ -132,11 +133,12 @@ class TensorParallelRunner(ModelRunner):
         exchange fails by itself."""
         if self.parallel.group is None or self.device.type == "cpu":
             return
-        # NCCL waits for graphs that hold its exchanges, and those for it if they run: so both at the same time.
-        aborting = threading.Thread(target=self.parallel.abort)
+        # NCCL waits for graphs that hold its exchanges, and those for it if they run: so both at the same time. If an
+        # exception holds the graphs, they end with it.
+        aborting = threading.Thread(target=self.parallel.abort, daemon=True)
         aborting.start()
         self.graphs = None
-        aborting.join()
+        aborting.join(_SECONDS_TO_ABORT)
 
     @contextmanager
     def _aborting_exchanges(self) -> Iterator[None]:
@@ -158,7 +160,7 @@ class TensorParallelRunner(ModelRunner):
             yield
         finally:
             is_made.set()
-            watcher.join()
+            watcher.join(_SECONDS_TO_ABORT)
 
     def _agree(self, number: int) -> int:
         smallest = min(number, *self._workers.hear())

@@ -30,9 +30,13 @@ logger = logging.getLogger(__name__)
 # A rank reads all others' parts of a sum. With more, a library's all-reduce, which reads each number twice at most, and
 # not once a rank, is as fast.
 _MAX_REMOTE_BYTES = 8 << 20
+_MAX_ROWS = 1024  # the memory for their logits is the most of all
 # Places of the sums, whose users take turns: a part is read while that of the next sum is written.
 ATTENTION, MLP, EMBEDDING = range(3)
 _ALIGNMENT = 256  # bytes
+# Of the folder for temporary files, where torch's ranks meet in a socket. Its name may have 107 bytes, which torch does
+# not check.
+_MAX_FOLDER_BYTES = 80
 _PATIENCE = timedelta(seconds=10)  # of ranks that have just met, and meet again
 _rendezvous_lock = threading.Lock()  # torch has one socket for it in a process
 
@@ -132,7 +136,7 @@ def connect_peers(
     row_bytes = hidden_size * dtype.itemsize
     if parallel.size == 1 or device.type == "cpu" or row_bytes % 16:
         return parallel
-    max_rows = min(max_rows, _MAX_REMOTE_BYTES // (row_bytes * (parallel.size - 1)))
+    max_rows = min(max_rows, _MAX_ROWS, _MAX_REMOTE_BYTES // (row_bytes * (parallel.size - 1)))
     first = (device.index or 0) - parallel.rank
     pairs = itertools.permutations(range(first, first + parallel.size), 2)
     if not max_rows or not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
@@ -199,6 +203,9 @@ class _SharedMemory:
             _unregister_process_group,
         )
 
+        folders = [os.environ.get(name, "") for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR")]
+        if max(len(os.fsencode(folder)) for folder in folders) > _MAX_FOLDER_BYTES:
+            raise RuntimeError(f"torch can't name a socket in one of {folders}: the name would be too long")
         ends = list(itertools.accumulate(array.num_bytes for array in arrays))
         self._offsets = dict(zip(arrays, [0, *ends], strict=False))
         name: Any = f"nanovllm-{parallel.store.port}"

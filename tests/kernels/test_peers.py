@@ -214,3 +214,10 @@ def test_the_group_is_aborted_whatever_the_device_says():
     with pytest.raises(RuntimeError, match="is broken"):
         Parallel(0, 2, group, peers=SimpleNamespace(release=release)).abort()
     assert group.is_aborted
+
+
+def test_folder_with_a_long_name(monkeypatch):
+    """torch would write its socket's name over whatever comes behind it."""
+    monkeypatch.setenv("TMPDIR", "/tmp/" + 90 * "x")
+    with pytest.raises(RuntimeError, match="too long"):
+        module._SharedMemory(Parallel(0, 2), torch.device("cpu"), [])
