@@ -235,7 +235,7 @@ def _add_gguf_tokenizer(writer: Any, vocab_size: int) -> None:
     tokens += [f"<x{i}>" for i in range(len(tokens), vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"] * 2)  # some versions of transformers take a list of one for what it holds
+    writer.add_token_merges(["a b"])
     writer.add_token_types([1] * 257 + [3] * (len(tokens) - 257))  # 1 = normal, 3 = control
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(258)
