@@ -199,7 +199,8 @@ def load_hf(model: str, dtype: torch.dtype, device: torch.device) -> Any:
     checkpoint = open_checkpoint(model)
     settings = vars(checkpoint.config)
     config = AutoConfig.for_model(settings["model_type"], **{k: v for k, v in settings.items() if k != "model_type"})
-    network = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    # Since transformers 4.56 "dtype" is the keyword, but the old one goes on working.
+    network = AutoModelForCausalLM.from_config(config, torch_dtype=dtype).to(device).eval()
     state = network.state_dict()
     if any(Path(model).glob("*.safetensors")) or Path(model).is_file():
         for name, source in checkpoint.tensors():

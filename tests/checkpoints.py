@@ -54,7 +54,7 @@ def save_random_model(
     settings.update(overrides)
     config = CONFIGS[architecture](**settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     for name, parameter in model.named_parameters():
         is_norm = name.endswith("norm.weight")
         parameter.data.normal_(1.0 if is_norm else 0.0, 0.1 if is_norm else std)
@@ -147,7 +147,8 @@ def greedy_choices(model: Any, prompt: list[int], output: list[int]) -> list[int
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A checkpoint directory as transformers itself reads it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    # Since transformers 4.56 "dtype" is the keyword, but the old one goes on working.
+    return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager").eval()
 
 
 def random_prompts(lengths: Iterable[int], *, vocab_size: int = VOCAB_SIZE, seed: int = 1) -> list[list[int]]:

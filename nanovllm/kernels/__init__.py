@@ -44,9 +44,6 @@ def compiling_ahead() -> Iterator[None]:
     import triton
     from triton.runtime.jit import JITFunction
 
-    if not hasattr(triton, "AsyncCompileMode"):  # an older triton: kernels compile when they are launched
-        yield
-        return
     owner = threading.get_ident()
 
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2 ** (x * LOG2_E); the hardware's exponential is base 2
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -45,12 +46,6 @@ def scale_by_weight(normed, weight, DTYPE: tl.constexpr):
     return (normed.to(DTYPE).to(tl.float32) * weight.to(tl.float32)).to(DTYPE).to(tl.float32)
 
 
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # an older triton, without programmatic dependent launch
-    gdc_launch_dependents = gdc_wait = None
-
-
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
     """Programmatic dependent launch: until here, this kernel runs beside the tail of the one launched before it, so
@@ -64,8 +59,8 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether programmatic dependent launch works there: from Hopper on, with a triton that knows it."""
-    if device.type != "cuda" or torch.version.hip is not None or gdc_wait is None:
+    """Whether programmatic dependent launch works there: from Hopper on."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

@@ -166,7 +166,11 @@ def make_store() -> TCPStore:
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return _open_store(port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _open_store(port: int, *, is_master: bool = False, **options: Any) -> TCPStore:
+    return TCPStore("127.0.0.1", port, None, is_master, use_libuv=False, **options)  # not every torch has libuv
 
 
 def connect(device: torch.device, port: int, rank: int, size: int, timeout: float) -> Parallel:
@@ -181,7 +185,7 @@ def connect(device: torch.device, port: int, rank: int, size: int, timeout: floa
     Raises:
         ExchangeError: the others could not be reached.
     """
-    store = TCPStore("127.0.0.1", port, None, False)
+    store = _open_store(port)
     group_store = PrefixStore("group", store)
     if device.type == "cuda":
         group: Any = dist.ProcessGroupNCCL(group_store, rank, size, dist.ProcessGroupNCCL.Options())

@@ -83,7 +83,7 @@ BAD = {
     '{"prompt": ': (None, "not valid JSON"),
     '{"prompt": NaN}': (None, "NaN is no JSON number"),
     '["prompt"]': (None, "must be a JSON object"),
-    "[" * 5000: (None, "nested too deeply"),
+    "[" * 100_000: (None, "nested too deeply"),
     '{"text": "x"}': ("prompt", "has neither 'prompt' nor 'messages'; it has 'text'"),
     '{"prompt": null}': ("prompt", "must be a string, a list of token ids or a list of messages, got None"),
     '{"prompt": ""}': ("prompt", "is empty"),
