@@ -37,6 +37,7 @@ _CONFIG_KEYS = {
 }
 # Rows are dequantised so many elements at a time, which bounds the float32 scratch.
 _CHUNK_ELEMENTS = 4 << 20
+_OLDEST_TRANSFORMERS = (5, 18)
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -64,8 +65,14 @@ class GGUFCheckpoint(Checkpoint):
     def load_tokenizer(self) -> Any | None:
         if self._metadata("tokenizer.ggml.model") is None:
             return None
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, __version__
 
+        # An older one adds tokens to texts, or ends them at another, without a word.
+        if tuple(map(int, __version__.split(".")[:2])) < _OLDEST_TRANSFORMERS:
+            oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
+            raise ImportError(
+                f"{self.path}: tokenizers of GGUF files need transformers {oldest} or newer, this is {__version__}"
+            )
         try:
             return AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
         except Exception as error:

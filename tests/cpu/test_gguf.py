@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import nanovllm.utils.gguf
 from nanovllm import LLM, SamplingParams
+from nanovllm.utils.checkpoint import open_checkpoint
 from nanovllm.utils.loader import checkpoint_targets
 from tests.checkpoints import (
     greedy_choices,
@@ -218,6 +219,17 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     save_gguf(tmp_path / "model.gguf", save_random_model(tmp_path / "original"), "llama")
     monkeypatch.setitem(sys.modules, "gguf", None)  # makes its import fail
     assert "pip install gguf" in refusal(tmp_path / "model.gguf", ImportError)
+
+
+@pytest.mark.parametrize("version", ["4.51.3", "5.17.0"])
+def test_with_an_old_transformers(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against texts that begin or end with tokens which nobody asked for."""
+    save_gguf(tmp_path / "model.gguf", save_random_model(tmp_path / "original"), "llama")
+    checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
+    # transformers puts another module in its own place.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError, match=f"need transformers 5.18 or newer, this is {version}"):
+        checkpoint.load_tokenizer()
 
 
 # SmolLM2
