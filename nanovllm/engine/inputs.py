@@ -188,6 +188,8 @@ class InputProcessor:
     def check_tokenised(self, ids: list[int], name: str) -> "array[int]":
         """The same of what `tokenise` gave for a prompt: integers, and not negative."""
         self._check_length(len(ids), name)
+        if None in ids:
+            raise ValueError(f"{name}: the tokenizer has no token for some of this text, and none for the unknown")
         return array("i", ids) if max(ids) < self.vocab_size else self._in_range(_as_array(ids, name), name)
 
     def _are_plain(self, ids: Any) -> bool:

@@ -299,7 +299,8 @@ class Replicas:
             self.kill()
             before = f"\nIt had been restarted, since it {replica.first_death}" if replica.first_death else ""
             raise WorkerError(f"data parallelism: {name} {cause}{before}")
-        logger.warning("%s is restarted, and does %d requests again: it %s", name, len(replica.tasks), cause)
+        again = f", and does {len(replica.tasks)} requests again" if replica.tasks else ""
+        logger.warning("%s is restarted%s: it %s", name, again, cause)
         self._lost_stats += replica.stats.counters()
         replica.child.process.kill()
         replica.child.end(0.0)

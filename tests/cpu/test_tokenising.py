@@ -190,6 +190,19 @@ def test_tokenizer_that_fails(
     assert len(llm.generate(texts_of(45), GREEDY, use_tqdm=False)) == 45
 
 
+def test_tokenizer_without_a_token_for_the_unknown(llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llm_engine.InputProcessor.tokenise
+
+    def tokenise(self: Any, texts: list[str], *args: Any) -> Any:
+        encoded = original(self, texts, *args)
+        return [[*ids[:-1], None] if text == "?" else ids for text, ids in zip(texts, encoded, strict=True)]
+
+    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", tokenise)
+    with pytest.raises(ValueError, match="prompt 17: the tokenizer has no token for some of this text"):
+        llm.generate([*texts_of(17), "?"], GREEDY, use_tqdm=False)
+    assert_idle(llm)
+
+
 # Progress and results
 
 
