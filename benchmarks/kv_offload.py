@@ -133,13 +133,19 @@ def run_job(llm: LLM, args: argparse.Namespace, num_requests: int) -> Run:
         llm.add_request(prefixes[index] + random_tokens(args.num_own), params)
     run, host = Run(), llm.host_cache
     synchronize()
+    is_cuda = llm.runner.device.type == "cuda"
+    waited_for: bool | None = None  # whether copies ran beside it; None if it is no pure decode step
     started = last = time.perf_counter()
     while not llm.is_finished():
         step = llm.step()
         now = time.perf_counter()
-        if step.num_decode_tokens and not step.num_prefill_tokens:
-            run.decode_seconds[host is not None and host.is_copying].append(now - last)
-        last = now
+        is_decode = step.num_decode_tokens and not step.num_prefill_tokens
+        launched = (host is not None and host.is_copying) if is_decode else None
+        # On a GPU, a step that is launched is waited for when the next one has been launched.
+        measured = waited_for if is_cuda else launched
+        if measured is not None:
+            run.decode_seconds[measured].append(now - last)
+        last, waited_for = now, launched
         run.num_prefill_tokens += step.num_prefill_tokens
         run.num_cached_tokens += step.num_cached_tokens
         run.num_output_tokens += len(step.new_token_ids)
