@@ -1,14 +1,17 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds."""
 
 import bisect
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanovllm.engine.batch import PackedBatch, dummy_batch, pad_decode
-from nanovllm.engine.prefix_groups import max_num_groups
+from nanovllm.engine.prefix_groups import PrefixGroups, max_num_groups
 from nanovllm.engine.step_tensors import StepTensors, flatten, upload, view_flat
+
+logger = logging.getLogger(__name__)
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -37,7 +40,7 @@ class DecodeGraphs:
 
     Each step is two graphs, so that a batch which asks for more than plain sampling still replays the first. Batches
     with groups, which share prefixes, have steps of their own: others do without the kernel for them. These are
-    captured when a batch first needs them.
+    captured when a batch first needs them; where there is no memory for that, each sequence reads its whole context.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class DecodeGraphs:
         max_context_len: int,
         dummy_slot: int,
         group_capacity: int,
+        is_alone: bool,
         device: torch.device,
     ) -> None:
         """Captures every size, the largest first, so that the others share its memory.
@@ -61,11 +65,14 @@ class DecodeGraphs:
             max_context_len: tokens of the longest sequence.
             dummy_slot: where padding rows leave their token.
             group_capacity: most sequences of a group that shares a prefix.
+            is_alone: whether no other rank captures the same at the same time.
         """
         self.batch_sizes = sorted(batch_sizes)
         self._forward, self._sample = forward, sample
         self._max_context_len, self._dummy_slot = max_context_len, dummy_slot
         self._group_capacity, self._device = group_capacity, device
+        self._is_alone = is_alone
+        self._without_groups: set[int] = set()  # sizes
         self._pool = torch.cuda.graph_pool_handle()
         largest = self._dummy(self.batch_sizes[-1], has_groups=True)
         self._buffer = torch.zeros(len(flatten(largest)), dtype=torch.int32, device=device)
@@ -75,9 +82,11 @@ class DecodeGraphs:
     @torch.inference_mode()
     def replay_forward(self, batch: PackedBatch) -> torch.Tensor:
         """Launches a pure-decode batch; returns its N sequences' hidden states, valid until the next replay."""
+        if self._key(batch) not in self._steps:
+            self._capture_groups(*self._key(batch))
         size, has_groups = key = self._key(batch)
-        if key not in self._steps:
-            self._steps[key] = self._capture_step(size, has_groups)
+        if batch.has_groups and not has_groups:
+            batch = replace(batch, groups=PrefixGroups.none(batch.context_lens, self._group_capacity))
         self._fill(pad_decode(batch, size, self._dummy_slot))
         step = self._steps[key]
         step.forward.replay()
@@ -91,8 +100,9 @@ class DecodeGraphs:
         return step.tokens[: len(batch.context_lens)]
 
     def _key(self, batch: PackedBatch) -> tuple[int, bool]:
-        """Batch size, and whether there are groups."""
-        return self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(batch.context_lens))], batch.has_groups
+        """Batch size, and whether groups are attended to as such."""
+        size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(batch.context_lens))]
+        return size, batch.has_groups and size not in self._without_groups
 
     def _fill(self, batch: PackedBatch) -> None:
         """Copies a padded batch to where the graphs read it. Of the block tables, that is as much as the longest
@@ -101,6 +111,16 @@ class DecodeGraphs:
         tables = view_flat(flat, batch).block_tables
         self._buffer[: tables.storage_offset()].copy_(flat[: tables.storage_offset()])
         self._block_tables[: len(tables), : tables.shape[1]].copy_(tables)
+
+    def _capture_groups(self, size: int, has_groups: bool) -> None:
+        assert has_groups, "the others were captured at the start"
+        try:
+            self._steps[size, True] = self._capture_step(size, True)
+        except torch.OutOfMemoryError:
+            if not self._is_alone:  # the other ranks are in the midst of it
+                raise
+            logger.warning("batches of %d do without shared prefixes: there is no memory for their CUDA graph", size)
+            self._without_groups.add(size)
 
     def _capture_step(self, size: int, has_groups: bool) -> _Step:
         batch = self._dummy(size, has_groups)

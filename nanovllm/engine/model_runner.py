@@ -309,6 +309,7 @@ class ModelRunner:
                 max_context_len=self.max_model_len,
                 dummy_slot=self.config.max_num_seqs,
                 group_capacity=self.group_capacity,
+                is_alone=self.parallel.size == 1,
                 device=self.device,
             )
 

@@ -76,6 +76,7 @@ def use_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> _RerunGraphs:
         max_context_len=runner.max_model_len,
         dummy_slot=runner.config.max_num_seqs,
         group_capacity=runner.group_capacity,
+        is_alone=True,
         device=runner.device,
     )
     return graphs
@@ -102,3 +103,33 @@ def test_replays_find_their_input(random_llama: Any, make_llm: Callable[..., LLM
         llm.runner.graphs = None
         assert _Rerun.num_replays > 20
         assert {has_groups for _, has_groups in graphs._steps} == {False, True}
+
+
+def test_no_memory_for_graphs_with_groups(
+    random_llama: Any, make_llm: Callable[..., LLM], monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sizes for which there is memory keep their groups; the others do without, and are not tried again."""
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    prompts = prompts_that_begin_alike(seed=3)
+    llm = make_llm(random_llama[0], kvcache_block_size=16, max_num_seqs=12)
+    expected = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    graphs = use_graphs(llm, monkeypatch)
+    capture, tried = graphs._capture_step, []
+
+    def capture_step(size: int, has_groups: bool) -> Any:
+        tried.append(size)
+        if size % 2:
+            raise torch.OutOfMemoryError
+        return capture(size, has_groups)
+
+    monkeypatch.setattr(graphs, "_capture_step", capture_step)
+    for _ in range(2):
+        assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+    llm.runner.graphs = None
+    assert len(tried) == len(set(tried)) and {size % 2 for size in tried} == {0, 1}
+    assert {size for size, has_groups in graphs._steps if has_groups} == {size for size in tried if size % 2 == 0}
+    assert f"batches of {next(size for size in tried if size % 2)} do without shared prefixes" in caplog.text
+    graphs._is_alone = False  # several ranks have to do the same
+    graphs._without_groups.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs._capture_groups(1, True)
