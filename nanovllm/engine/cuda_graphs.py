@@ -82,13 +82,13 @@ class DecodeGraphs:
     @torch.inference_mode()
     def replay_forward(self, batch: PackedBatch) -> torch.Tensor:
         """Launches a pure-decode batch; returns its N sequences' hidden states, valid until the next replay."""
-        if self._key(batch) not in self._steps:
-            self._capture_groups(*self._key(batch))
-        size, has_groups = key = self._key(batch)
+        size, has_groups = self._key(batch)
+        if has_groups and (size, True) not in self._steps:
+            has_groups = self._can_capture_groups(size)
         if batch.has_groups and not has_groups:
             batch = replace(batch, groups=PrefixGroups.none(batch.context_lens, self._group_capacity))
         self._fill(pad_decode(batch, size, self._dummy_slot))
-        step = self._steps[key]
+        step = self._steps[size, has_groups]
         step.forward.replay()
         return step.hidden[: len(batch.context_lens)]
 
@@ -112,8 +112,8 @@ class DecodeGraphs:
         self._buffer[: tables.storage_offset()].copy_(flat[: tables.storage_offset()])
         self._block_tables[: len(tables), : tables.shape[1]].copy_(tables)
 
-    def _capture_groups(self, size: int, has_groups: bool) -> None:
-        assert has_groups, "the others were captured at the start"
+    def _can_capture_groups(self, size: int) -> bool:
+        """Captures a size's step with groups, if there is memory for it."""
         try:
             self._steps[size, True] = self._capture_step(size, True)
         except torch.OutOfMemoryError:
@@ -121,6 +121,7 @@ class DecodeGraphs:
                 raise
             logger.warning("batches of %d do without shared prefixes: there is no memory for their CUDA graph", size)
             self._without_groups.add(size)
+        return size not in self._without_groups
 
     def _capture_step(self, size: int, has_groups: bool) -> _Step:
         batch = self._dummy(size, has_groups)

@@ -70,6 +70,11 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if has_dependent_launch(device) else {"PDL": False}
 
 
+def warps_of_row(block: int) -> int:
+    """For programs of one row of `block` elements: 16 elements a thread, so that loads are 16 bytes wide."""
+    return min(max(block // 512, 1), 16)
+
+
 @cache
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of `device`; an H200's count for the CPU, so that the interpreter takes its paths."""

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.common import launch_options, scale_by_weight, wait_for_previous_kernel
+from nanovllm.kernels.common import launch_options, scale_by_weight, wait_for_previous_kernel, warps_of_row
 from nanovllm.kernels.peer_exchange import Exchange, check_parts, leave, load_sum, meet
 
 
@@ -91,7 +91,7 @@ def _launch(
             ADD=residual is not None,
             PIECES=len(rows) // num_rows,
             **({"RANK": 0, "RANKS": 1} if exchange is None else exchange.constants()),
-            num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread, so that loads are 16 bytes wide
+            num_warps=warps_of_row(block),
             **launch_options(out.device),
         )
     return out

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.common import warps_of_row
+
 FLAG_STRIDE = tl.constexpr(16)  # int64 numbers from one rank's flag to the next: 128 bytes, a line of the cache
 RELEASED = 2**62  # no exchange has this number
 
@@ -163,7 +165,7 @@ def sum_parts(parts: tuple[torch.Tensor, ...], out: torch.Tensor, exchange: Exch
             HIDDEN=hidden,
             BLOCK=block,
             **exchange.constants(),
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=warps_of_row(block),
         )
     return out
 

@@ -132,4 +132,4 @@ def test_no_memory_for_graphs_with_groups(
     graphs._is_alone = False  # several ranks have to do the same
     graphs._without_groups.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        graphs._capture_groups(1, True)
+        graphs._can_capture_groups(1)
