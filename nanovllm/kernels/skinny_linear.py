@@ -1,10 +1,14 @@
 """Matrix products of a few rows: a decode step's, whose time is that of reading the weights.
 
-A library's product waits for the kernel before it, then starts to read. These ask for their share of the weight, which
-no kernel writes, to be brought into the L2 cache before they wait (programmatic dependent launch), so reading overlaps
-with the end of whatever runs before. Where few programs would leave the GPU half empty, the inner dimension is cut:
-each piece gives its partial sums, which the norm that follows adds up as it reads them.
+A library's product waits for the kernel before it, then starts to read. These start beside the end of whatever runs
+before (programmatic dependent launch), and ask for the beginning of their share of the weight, which no kernel writes,
+before they wait. All programs run at once, so that none begins when the others end. Where few programs would leave the
+GPU half empty, the inner dimension is cut: each piece gives its partial sums, which the norm that follows adds up as it
+reads them.
 """
+
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -20,12 +24,41 @@ from nanovllm.kernels.common import (
 
 MAX_ROWS = 128  # with more, arithmetic counts, and a library's kernels do that better
 MAX_ROWS_IN_PIECES = 256
-MAX_WEIGHT_BYTES = 16 << 20  # larger weights keep the memory busy anyhow, and don't fit the L2 cache
 MAX_PIECES = 4
 SHARED_MEMORY = 200 << 10  # bytes that the largest tiles take; a consumer GPU has half of that
-INNER = 128  # of the inner dimension at a time
-# Up to so many rows of x -> (rows and columns of a program, warps, stages); the best of a sweep on an H200.
-_TILES = {16: (16, 64, 4, 4), 64: (64, 32, 4, 4), MAX_ROWS: (64, 64, 4, 4), float("inf"): (128, 64, 8, 3)}
+INNER = 128  # of which in_features is a multiple
+PREFETCHED_LINES = 4  # of 128 bytes, for each column of a program
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What a program computes: so many rows and columns, so many inner features at a time."""
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# The best of sweeps on an H200, with the products of models from 0.6B to 32B.
+_TILES = {
+    # up to 16 rows; gate and up
+    (True, False): [_Tile(16, 64, 128, 4, 6)],
+    (True, True): [_Tile(16, 64, 128, 4, 4), _Tile(16, 128, 64, 8, 5)],
+    (False, False): [_Tile(64, 32, 128, 4, 6), _Tile(64, 64, 128, 4, 6)],
+    (False, True): [_Tile(64, 32, 128, 4, 5), _Tile(64, 64, 128, 4, 4), _Tile(64, 128, 64, 8, 4)],
+}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    tile: _Tile
+    grid: tuple[int, int, int]  # columns, rows, pieces
+
+    @property
+    def num_programs(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
 
 
 @triton.jit
@@ -65,7 +98,7 @@ def _skinny_linear_kernel(
     row_ok, column_ok = row < num_rows, column < out_features
     weight_ptrs = weight_ptr + column.to(tl.int64) * weight_row
     up_ptrs = weight_ptrs + out_features.to(tl.int64) * weight_row  # used with SILU alone
-    if PDL:
+    if PDL:  # LINES are all there, because in_features, and so a piece, is a multiple of 128
         line = start + tl.arange(0, LINES) * (128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
         present = tl.minimum(column, out_features - 1).to(tl.int64) * weight_row
         _prefetch(weight_ptr + present[:, None] + line[None, :])
@@ -94,16 +127,45 @@ def _skinny_linear_kernel(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
 
 
-def suits(x: torch.Tensor, weight: torch.Tensor, *, in_pieces: bool = False) -> bool:
+@cache
+def _plan(
+    num_rows: int, in_features: int, out_features: int, num_programs: int, *, gated: bool, in_pieces: bool
+) -> _Plan:
+    """The tile that gives most programs, if possible not more than `num_programs`; of equals the widest."""
+    plans = []
+    for tile in _TILES[num_rows <= 16, gated]:
+        columns, rows, pieces = triton.cdiv(out_features, tile.columns), triton.cdiv(num_rows, tile.rows), 1
+        if in_pieces:
+            while pieces < MAX_PIECES and in_features % (2 * pieces * INNER) == 0:
+                if 2 * pieces * columns * rows > num_programs:
+                    break
+                pieces *= 2
+        plans.append(_Plan(tile, (columns, rows, pieces)))
+    fitting = [plan for plan in plans if plan.num_programs <= num_programs]
+    return max(reversed(fitting), key=lambda plan: plan.num_programs) if fitting else plans[-1]
+
+
+def suits(x: torch.Tensor, weight: torch.Tensor, *, silu_and_mul: bool = False, in_pieces: bool = False) -> bool:
     """Whether `skinny_linear` serves x [num_rows, in_features] and a weight better than a library's product."""
-    return (
-        len(x) <= (MAX_ROWS_IN_PIECES if in_pieces else MAX_ROWS)
-        and weight.nbytes <= MAX_WEIGHT_BYTES
-        and weight.shape[1] % INNER == 0
-        and weight.element_size() == 2
-        and has_dependent_launch(x.device)
-        and shared_memory_per_block(x.device) >= SHARED_MEMORY
-    )
+    num_rows, in_features = x.shape
+    if (
+        not 0 < num_rows <= (MAX_ROWS_IN_PIECES if in_pieces else MAX_ROWS)
+        or in_features % INNER
+        or weight.element_size() != 2
+        or not has_dependent_launch(x.device)
+        or shared_memory_per_block(x.device) < SHARED_MEMORY
+    ):
+        return False
+    limit = num_multiprocessors(x.device)
+    out_features = len(weight) // (2 if silu_and_mul else 1)
+    plan = _plan(num_rows, in_features, out_features, limit, gated=silu_and_mul, in_pieces=in_pieces)
+    if plan.num_programs > limit:
+        return False
+    if num_rows <= 16:
+        return True
+    # With more rows, long sums on few multiprocessors, and then all long ones, are where a library cuts better.
+    piece = in_features // plan.grid[2]
+    return piece <= 1536 or (num_rows <= 64 and (piece <= 3072 or 3 * plan.num_programs >= 2 * limit))
 
 
 def skinny_linear(
@@ -134,14 +196,10 @@ def skinny_linear(
     if out is not None and in_pieces:
         raise ValueError("the pieces' number is not known beforehand, so they can't go to a given tensor")
     out_features = weight.shape[0] // (2 if silu_and_mul else 1)
-    rows, columns, num_warps, num_stages = next(tile for limit, tile in _TILES.items() if num_rows <= limit)
-    grid = (triton.cdiv(out_features, columns), triton.cdiv(num_rows, rows))
-    num_pieces = 1
-    if in_pieces:
-        while num_pieces < MAX_PIECES and in_features % (2 * num_pieces * INNER) == 0:
-            if 2 * num_pieces * grid[0] * grid[1] > num_multiprocessors(x.device):
-                break
-            num_pieces *= 2
+    plan = _plan(
+        num_rows, in_features, out_features, num_multiprocessors(x.device), gated=silu_and_mul, in_pieces=in_pieces
+    )
+    tile, num_pieces = plan.tile, plan.grid[2]
     piece = in_features // num_pieces
     shape = (num_pieces, num_rows, out_features) if num_pieces > 1 else (num_rows, out_features)
     if out is None:
@@ -150,7 +208,7 @@ def skinny_linear(
         raise ValueError(f"out {tuple(out.shape)} must be contiguous and {shape}")
     if num_rows == 0:
         return out
-    _skinny_linear_kernel[(*grid, num_pieces)](
+    _skinny_linear_kernel[plan.grid](
         x,
         weight,
         weight if bias is None else bias,
@@ -160,16 +218,16 @@ def skinny_linear(
         piece,
         x.stride(0),
         weight.stride(0),
-        ROWS=rows,
-        COLUMNS=columns,
-        INNER=INNER,
-        LINES=1 << ((piece * weight.element_size() // 128).bit_length() - 1),  # a power of two, so perhaps not all
-        SWAP=rows == 16,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        INNER=tile.inner,
+        LINES=min(PREFETCHED_LINES // (2 if silu_and_mul else 1), piece * weight.element_size() // 128),
+        SWAP=tile.rows == 16,
         SILU=silu_and_mul,
         BIAS=bias is not None,
         PARTIAL=num_pieces > 1,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         **launch_options(x.device),
     )
     return out

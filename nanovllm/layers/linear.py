@@ -11,10 +11,6 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.parallel import SINGLE, Parallel, Shard
 from nanovllm.layers.peers import PartialSum
 
-# A long prompt's rows are multiplied in parts, and while ranks add up one, the next is multiplied.
-_MIN_OVERLAPPED_ROWS = 2048
-_NUM_OVERLAPPED_PARTS = 4
-
 
 class Linear(nn.Module):
     """y = x W^T + b, with weight [out_features, in_features] left uninitialised for the loader."""
@@ -65,16 +61,7 @@ class RowLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
             return super().forward(x)
-        if len(x) < _MIN_OVERLAPPED_ROWS:
-            return self._add_bias(self.parallel.all_reduce(self._multiply(x, None)))
-        out = x.new_empty(len(x), len(self.weight))
-        ends = []
-        for rows, part in zip(x.chunk(_NUM_OVERLAPPED_PARTS), out.chunk(_NUM_OVERLAPPED_PARTS), strict=True):
-            self._multiply(rows, None, out=part)
-            ends.append(self.parallel.begin_all_reduce(part))
-        for end in ends:
-            end()
-        return self._add_bias(out)
+        return self._add_bias(self.parallel.all_reduce(self._multiply(x, None)))
 
     def in_pieces(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
         peers = self.parallel.peers
@@ -118,17 +105,17 @@ class GatedLinear(MergedLinear):
         super().__init__(in_features, {"gate_proj": rows, "up_proj": rows}, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None and _is_skinny(x, self.weight):
+        if self.bias is None and _is_skinny(x, self.weight, silu_and_mul=True):
             from nanovllm.kernels.skinny_linear import skinny_linear
 
             return skinny_linear(x, self.weight, silu_and_mul=True)
         return silu_and_mul(F.linear(x, self.weight, self.bias))
 
 
-def _is_skinny(x: torch.Tensor, weight: torch.Tensor, *, in_pieces: bool = False) -> bool:
+def _is_skinny(x: torch.Tensor, weight: torch.Tensor, **way: bool) -> bool:
     """Whether this project's kernel multiplies faster than the library."""
     if not kernels.serve(x):
         return False
     from nanovllm.kernels import skinny_linear
 
-    return skinny_linear.suits(x, weight, in_pieces=in_pieces)
+    return skinny_linear.suits(x, weight, **way)

@@ -91,7 +91,9 @@ for rank in range(3):
     broadcast_first(boxes[0][0, :5], boxes, exchange)
     meet_others(exchange)
 for way in ({}, {"in_pieces": True}, {"silu_and_mul": True}):
-    skinny_linear(x, torch.zeros(256, 512, dtype=torch.bfloat16), **way)
+    for rows in (4, 20):
+        for width in (256, 64 * 140, 128 * 140):
+            skinny_linear(x[:1].expand(rows, 512), torch.zeros(width, 512, dtype=torch.bfloat16), **way)
 logits, floats = torch.zeros(4, 5000, dtype=torch.bfloat16), torch.ones(4)
 sample(logits, floats, ints(4, 2))
 filter_logits_(logits, ints(4), floats, ints(4), floats, floats)

@@ -19,6 +19,12 @@ SIZES = [
 DTYPES = [torch.bfloat16, torch.float16]
 
 
+@pytest.fixture(params=[132, 1])
+def num_programs(request, monkeypatch):
+    """What runs at once: with one, no tile is too wide."""
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: request.param)
+
+
 def make(num_rows, in_features, out_features, dtype, device, generator):
     # x: a slice of wider rows; neither dimension fills its tiles
     x = torch.randn(num_rows, 2 * in_features, generator=generator).to(device, dtype)[:, in_features:]
@@ -28,7 +34,7 @@ def make(num_rows, in_features, out_features, dtype, device, generator):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "in_features", "out_features"), SIZES)
-def test_product(num_rows, in_features, out_features, dtype, device, generator):
+def test_product(num_rows, in_features, out_features, num_programs, dtype, device, generator):
     x, weight = make(num_rows, in_features, out_features, dtype, device, generator)
     assert_as_exact_as_torch(skinny_linear(x, weight), F.linear, x, weight)
     bias = torch.randn(out_features, generator=generator).to(device, dtype)
@@ -37,7 +43,7 @@ def test_product(num_rows, in_features, out_features, dtype, device, generator):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "in_features", "out_features"), SIZES)
-def test_gated_product(num_rows, in_features, out_features, dtype, device, generator):
+def test_gated_product(num_rows, in_features, out_features, num_programs, dtype, device, generator):
     x, weight = make(num_rows, in_features, 2 * out_features, dtype, device, generator)
 
     def formula(x, weight):
@@ -83,20 +89,53 @@ def test_no_rows(device):
 def test_what_suits(device, monkeypatch):
     monkeypatch.setattr(module, "has_dependent_launch", lambda device: True)
     monkeypatch.setattr(module, "shared_memory_per_block", lambda device: 227 << 10)
-    weight = torch.empty(64, 256, dtype=torch.bfloat16, device=device)
-    x = torch.empty(128, 256, dtype=torch.bfloat16, device=device)
-    assert module.suits(x, weight)
-    assert not module.suits(x.float(), weight.float())
-    more = torch.empty(129, 256, dtype=torch.bfloat16, device=device)
-    assert not module.suits(more, weight)
-    assert module.suits(more, weight, in_pieces=True)
-    assert not module.suits(x, torch.empty(64, 200, dtype=torch.bfloat16, device=device))
-    assert not module.suits(x, torch.empty(1, dtype=torch.bfloat16, device=device).expand(64 << 10, 256))
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+
+    def suits(num_rows, out_features, in_features, dtype=torch.bfloat16, **way):
+        one = torch.empty(1, dtype=dtype, device=device)
+        return module.suits(one.expand(num_rows, in_features), one.expand(out_features, in_features), **way)
+
+    assert suits(128, 64, 256) and not suits(128, 64, 256, torch.float32)
+    assert not suits(0, 64, 256) and not suits(128, 64, 200)
+    assert not suits(129, 64, 256) and suits(256, 64, 256, in_pieces=True) and not suits(257, 64, 256, in_pieces=True)
+    # 132 programs run at once
+    assert suits(16, 132 * 64, 4096) and not suits(16, 132 * 64 + 1, 4096)
+    assert suits(16, 2 * 132 * 128, 4096, silu_and_mul=True)
+    assert not suits(16, 2 * 132 * 128 + 2, 4096, silu_and_mul=True)
+    assert suits(64, 132 * 64, 1024) and not suits(65, 132 * 64, 1024)
+    # long sums
+    assert suits(16, 1024, 65536)
+    assert suits(64, 88 * 32, 8192) and not suits(64, 87 * 32, 8192) and suits(64, 87 * 32, 3072)
+    assert suits(65, 1024, 1536) and not suits(65, 1024, 2048) and suits(65, 1024, 2048, in_pieces=True)
+    x, weight = (torch.empty(n, 256, dtype=torch.bfloat16, device=device) for n in (128, 64))
     with monkeypatch.context() as patch:
         patch.setattr(module, "shared_memory_per_block", lambda device: 99 << 10)
         assert not module.suits(x, weight), "the tiles don't fit a consumer GPU"
     monkeypatch.setattr(module, "has_dependent_launch", lambda device: False)
     assert not module.suits(x, weight), "without dependent launches, a library's product is as good"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_tile_of_most_programs(gated):
+    """Of those that run at once; the widest of equals."""
+
+    def columns(num_rows, out_features, in_features=1024, **way):
+        plan = module._plan(num_rows, in_features, out_features, 132, gated=gated, in_pieces=False, **way)
+        return plan.tile.columns, plan.num_programs
+
+    assert columns(17, 132 * 32) == (32, 132)
+    assert columns(65, 66 * 32) == (32, 132)
+    assert columns(17, 133 * 32) == (64, 67)
+    assert columns(17, 20) == (64 if not gated else 128, 1)
+    assert columns(16, 133 * 64) == ((128, 67) if gated else (64, 133))
+
+
+def test_tiles_fit_shared_memory():
+    for (_, gated), tiles in module._TILES.items():
+        for tile in tiles:
+            num_columns = (1 + gated) * tile.columns
+            assert 2 * (tile.rows + num_columns) * tile.inner * tile.num_stages <= module.SHARED_MEMORY
+            assert module.INNER % tile.inner == 0
 
 
 def test_wrong_arguments_are_refused(device):
