@@ -11,6 +11,10 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.parallel import SINGLE, Parallel, Shard
 from nanovllm.layers.peers import PartialSum
 
+# A long prompt's rows are multiplied in parts, and while ranks add up one, the next is multiplied.
+_MIN_OVERLAPPED_ROWS = 2048
+_NUM_OVERLAPPED_PARTS = 4
+
 
 class Linear(nn.Module):
     """y = x W^T + b, with weight [out_features, in_features] left uninitialised for the loader."""
@@ -61,7 +65,16 @@ class RowLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
             return super().forward(x)
-        return self._add_bias(self.parallel.all_reduce(self._multiply(x, None)))
+        if len(x) < _MIN_OVERLAPPED_ROWS:
+            return self._add_bias(self.parallel.all_reduce(self._multiply(x, None)))
+        out = x.new_empty(len(x), len(self.weight))
+        ends = []
+        for rows, part in zip(x.chunk(_NUM_OVERLAPPED_PARTS), out.chunk(_NUM_OVERLAPPED_PARTS), strict=True):
+            self._multiply(rows, None, out=part)
+            ends.append(self.parallel.begin_all_reduce(part))
+        for end in ends:
+            end()
+        return self._add_bias(out)
 
     def in_pieces(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
         peers = self.parallel.peers

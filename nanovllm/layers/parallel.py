@@ -112,8 +112,14 @@ class Parallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, on each of them. Overwrites x."""
         if self.size > 1:
-            _complete(lambda: self.group.allreduce([x]).wait())
+            self.begin_all_reduce(x)()
         return x
+
+    def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
+        """The same, beside what the device is given next to do, until what is returned is called."""
+        works: list[Any] = []
+        _complete(lambda: works.append(self.group.allreduce([x])))
+        return lambda: _complete(works[0].wait)
 
     def abort(self) -> None:
         """Ends exchanges on a GPU, and all later ones, whatever they do: some rank is lost."""

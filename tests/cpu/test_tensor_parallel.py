@@ -231,9 +231,9 @@ def test_a_capture_leaves_nobody_to_be_released(monkeypatch: pytest.MonkeyPatch)
     assert runner._num_awaited is None
 
 
-@pytest.mark.parametrize("num_rows", [1, 2051])
+@pytest.mark.parametrize("num_rows", [1, 2047, 2048, 2051])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_of_ranks_add_up(num_rows: int, bias: bool) -> None:
+def test_long_prompts_are_added_up_in_parts(num_rows: int, bias: bool) -> None:
     """The ranks are threads here."""
     device, store = torch.device("cpu"), make_store()
     x, weight, added = torch.randn(num_rows, 12), torch.randn(5, 12), torch.randn(5)
