@@ -53,14 +53,15 @@ class DataParallelLLM(LLM):
         self.check_open()
         (token_ids,) = self.inputs.process_prompts([prompt])
         (prepared,) = self.inputs.process_params(sampling_params, 1)
-        return self.add_checked(token_ids, prepared)
-
-    def add_checked(self, token_ids: "array[int]", params: RequestParams) -> int:
-        self.check_open()
-        (packed,) = pack_params([params])
-        request_id = self._add(token_ids, params, packed)
+        request_id = self.add_checked(token_ids, prepared)
         self._replicas.hand_out()
         return request_id
+
+    def add_checked(self, token_ids: "array[int]", params: RequestParams) -> int:
+        """As of one engine. `step` or `collect` sends it on, many in one message."""
+        self.check_open()
+        (packed,) = pack_params([params])
+        return self._add(token_ids, params, packed)
 
     submit = add_request
 

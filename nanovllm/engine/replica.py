@@ -48,7 +48,7 @@ class Request:
 
     request_id: int
     prompt: "array[int] | ScoredIds"
-    params: bytes  # pickled SamplingParams: equal ones are prepared once
+    params: bytes  # pickled SamplingParams without a seed: equal ones are prepared once
     seed: int
 
 
@@ -177,7 +177,8 @@ class Replica(LLMEngine):
 
 
 def pack_params(params: list[RequestParams]) -> list[bytes]:
-    """The SamplingParams of each prompt as they are sent, made once for those that are the same object.
+    """The SamplingParams of each prompt as they are sent, made once for those that are the same object, and without
+    seeds, so that those of a job's rows are equal.
 
     Raises:
         ValueError: a logits processor can't be sent to another process.
@@ -187,7 +188,7 @@ def pack_params(params: list[RequestParams]) -> list[bytes]:
         if id(prepared) not in packed:
             file = io.BytesIO()
             try:
-                _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(prepared.params)
+                _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(prepared.params.with_seed(None))
             except Exception as error:  # an object of the user's can fail in any way
                 raise ValueError(
                     f"sampling params {index}: logits_processor must be something that pickle can send to a replica, "

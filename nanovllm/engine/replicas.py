@@ -62,6 +62,7 @@ class _Replica:
     num_kv_tokens: int | None = None  # None until it is loaded
     tasks: dict[int, Task] = field(default_factory=dict)  # unfinished ones by request_id
     waiting: dict[int, int] = field(default_factory=dict)  # request_id -> tokens of those that have not begun
+    num_waiting_tokens: int = 0  # the sum of those
     num_tokens: int = 0  # of all tasks
     num_seqs: int = 0
     stats: EngineStats = field(default_factory=EngineStats)  # as last reported
@@ -95,7 +96,7 @@ class _Replica:
         if self.num_kv_tokens is None:
             return False
         is_sure_to_run = self.num_seqs < self.config.max_num_seqs and self.num_tokens < self.num_kv_tokens
-        return is_sure_to_run or sum(self.waiting.values()) < self.config.max_num_batched_tokens
+        return is_sure_to_run or self.num_waiting_tokens < self.config.max_num_batched_tokens
 
     @property
     def current_stats(self) -> EngineStats:
@@ -113,12 +114,16 @@ class _Replica:
     def take(self, task: Task) -> None:
         self.tasks[task.request.request_id] = task
         self.waiting[task.request.request_id] = task.num_tokens
+        self.num_waiting_tokens += task.num_tokens
         self.num_tokens += task.num_tokens
         self.num_seqs += task.num_seqs
 
+    def note_begun(self, request_id: int) -> None:
+        self.num_waiting_tokens -= self.waiting.pop(request_id, 0)
+
     def drop(self, request_id: int) -> None:
         task = self.tasks.pop(request_id)
-        self.waiting.pop(request_id, None)
+        self.note_begun(request_id)
         self.num_tokens -= task.num_tokens
         self.num_seqs -= task.num_seqs
 
@@ -285,7 +290,7 @@ class Replicas:
         self.num_decode_tokens += report.stats.num_output_tokens - replica.stats.num_output_tokens
         replica.stats = report.stats
         for request_id in report.begun:
-            replica.waiting.pop(request_id, None)
+            replica.note_begun(request_id)
         for request_id, output in report.finished.items():
             if request_id in replica.tasks:  # else it was forgotten
                 replica.drop(request_id)

@@ -189,6 +189,31 @@ def test_steps(two: LLM, expected: list[list[int]]) -> None:
     assert [len(tokens[request_id + index]) for index in range(4)] == [4, 4, 4, 8]
 
 
+def test_a_jobs_requests_are_sent_together(
+    two: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message for each would interrupt the thread that computes each time, and so would params that differ by a seed
+    alone, which every row of a job has: they would be prepared for each."""
+    sent: list[Any] = []
+    send = child_process.ChildProcess.send
+    monkeypatch.setattr(
+        child_process.ChildProcess, "send", lambda child, message: (sent.append(message), send(child, message))
+    )
+    ids = []
+    for index, prompt in enumerate(PROMPTS):
+        (prepared,) = two.inputs.process_params(replace(GREEDY, seed=index), 1)
+        ids.append(two.add_checked(two.inputs.process_prompts([prompt])[0], prepared))
+    assert not sent
+    finished: dict[int, Any] = {}
+    while not two.is_finished():
+        finished.update(two.step().finished)
+    assert [finished[request_id]["token_ids"] for request_id in ids] == expected
+    requests = [request for message in sent for request in message]
+    assert sorted(request.seed for request in requests) == list(range(len(PROMPTS)))
+    assert len({request.params for request in requests}) == 1
+    assert len(sent[0]) > 1
+
+
 def test_slow_replica(two: LLM, expected: list[list[int]]) -> None:
     """The other one does what a replica that doesn't move has no room for."""
     slow, fast = two._replicas._replicas
