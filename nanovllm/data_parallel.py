@@ -58,7 +58,7 @@ class DataParallelLLM(LLM):
         return request_id
 
     def add_checked(self, token_ids: "array[int]", params: RequestParams) -> int:
-        """As of one engine. `step` or `collect` sends it on, many in one message."""
+        """Queues a request, as of one engine; the next `step` or `collect` sends it on, together with others."""
         self.check_open()
         (packed,) = pack_params([params])
         return self._add(token_ids, params, packed)

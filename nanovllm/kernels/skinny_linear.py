@@ -27,7 +27,7 @@ MAX_ROWS_IN_PIECES = 256
 MAX_PIECES = 4
 SHARED_MEMORY = 200 << 10  # bytes that the largest tiles take; a consumer GPU has half of that
 INNER = 128  # of which in_features is a multiple
-PREFETCHED_LINES = 4  # of 128 bytes, for each column of a program
+PREFETCHED_LINES = 4  # of 128 bytes, for each column of a program; the kernel needs a power of two
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,8 @@ class _Tile:
     num_stages: int
 
 
-# The best of sweeps on an H200, with the products of models from 0.6B to 32B.
+# (at most 16 rows, gate and up) -> tiles, narrowest first: the best of sweeps on an H200, with models from 0.6B to 32B.
 _TILES = {
-    # up to 16 rows; gate and up
     (True, False): [_Tile(16, 64, 128, 4, 6)],
     (True, True): [_Tile(16, 64, 128, 4, 4), _Tile(16, 128, 64, 8, 5)],
     (False, False): [_Tile(64, 32, 128, 4, 6), _Tile(64, 64, 128, 4, 6)],
@@ -98,7 +97,7 @@ def _skinny_linear_kernel(
     row_ok, column_ok = row < num_rows, column < out_features
     weight_ptrs = weight_ptr + column.to(tl.int64) * weight_row
     up_ptrs = weight_ptrs + out_features.to(tl.int64) * weight_row  # used with SILU alone
-    if PDL:  # LINES are all there, because in_features, and so a piece, is a multiple of 128
+    if PDL:  # a piece has no fewer than LINES
         line = start + tl.arange(0, LINES) * (128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
         present = tl.minimum(column, out_features - 1).to(tl.int64) * weight_row
         _prefetch(weight_ptr + present[:, None] + line[None, :])
@@ -163,7 +162,7 @@ def suits(x: torch.Tensor, weight: torch.Tensor, *, silu_and_mul: bool = False, 
         return False
     if num_rows <= 16:
         return True
-    # With more rows, long sums on few multiprocessors, and then all long ones, are where a library cuts better.
+    # A library cuts long sums better: beyond 16 rows those that few multiprocessors share, beyond 64 rows all.
     piece = in_features // plan.grid[2]
     return piece <= 1536 or (num_rows <= 64 and (piece <= 3072 or 3 * plan.num_programs >= 2 * limit))
 
@@ -221,7 +220,7 @@ def skinny_linear(
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         INNER=tile.inner,
-        LINES=min(PREFETCHED_LINES // (2 if silu_and_mul else 1), piece * weight.element_size() // 128),
+        LINES=2 if silu_and_mul or piece == INNER else PREFETCHED_LINES,
         SWAP=tile.rows == 16,
         SILU=silu_and_mul,
         BIAS=bias is not None,

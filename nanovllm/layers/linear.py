@@ -125,10 +125,10 @@ class GatedLinear(MergedLinear):
         return silu_and_mul(F.linear(x, self.weight, self.bias))
 
 
-def _is_skinny(x: torch.Tensor, weight: torch.Tensor, **way: bool) -> bool:
+def _is_skinny(x: torch.Tensor, weight: torch.Tensor, *, silu_and_mul: bool = False, in_pieces: bool = False) -> bool:
     """Whether this project's kernel multiplies faster than the library."""
     if not kernels.serve(x):
         return False
     from nanovllm.kernels import skinny_linear
 
-    return skinny_linear.suits(x, weight, **way)
+    return skinny_linear.suits(x, weight, silu_and_mul=silu_and_mul, in_pieces=in_pieces)

@@ -192,8 +192,8 @@ def test_steps(two: LLM, expected: list[list[int]]) -> None:
 def test_a_jobs_requests_are_sent_together(
     two: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message for each would interrupt the thread that computes each time, and so would params that differ by a seed
-    alone, which every row of a job has: they would be prepared for each."""
+    """A message for each would interrupt the thread that computes as often. And a replica prepares params once for all
+    that are equal: with its seed, which each row of a job has, each would be different."""
     sent: list[Any] = []
     send = child_process.ChildProcess.send
     monkeypatch.setattr(
@@ -538,6 +538,10 @@ def test_backlog_is_small(policy: Replicas) -> None:
     policy.hand_out()
     assert _held(policy) == [[20] * 6, [20] * 4]
     assert policy.num_unfinished == 16 and len(policy.finished) == 4
+    # What ends without having begun doesn't wait any more, either.
+    policy.forget(list(first.tasks)[-2:])
+    policy.hand_out()
+    assert _held(policy) == [[20] * 6, [20] * 4] and len(policy._queue) == 4
     assert policy.stats().num_finished_stop == 4
 
 

@@ -91,6 +91,8 @@ for rank in range(3):
     broadcast_first(boxes[0][0, :5], boxes, exchange)
     meet_others(exchange)
 for way in ({}, {"in_pieces": True}, {"silu_and_mul": True}):
+    for size in (128, 384):
+        skinny_linear(x[:, :size], torch.zeros(64, size, dtype=torch.bfloat16), **way)
     for rows in (4, 20):
         for width in (256, 64 * 140, 128 * 140):
             skinny_linear(x[:1].expand(rows, 512), torch.zeros(width, 512, dtype=torch.bfloat16), **way)

@@ -19,9 +19,9 @@ SIZES = [
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=[132, 1])
+@pytest.fixture(params=[132, 5, 1])
 def num_programs(request, monkeypatch):
-    """What runs at once: with one, no tile is too wide."""
+    """As many as run at once: the fewer, the wider are the tiles."""
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: request.param)
 
 
@@ -119,8 +119,8 @@ def test_what_suits(device, monkeypatch):
 def test_the_tile_of_most_programs(gated):
     """Of those that run at once; the widest of equals."""
 
-    def columns(num_rows, out_features, in_features=1024, **way):
-        plan = module._plan(num_rows, in_features, out_features, 132, gated=gated, in_pieces=False, **way)
+    def columns(num_rows, out_features):
+        plan = module._plan(num_rows, 1024, out_features, 132, gated=gated, in_pieces=False)
         return plan.tile.columns, plan.num_programs
 
     assert columns(17, 132 * 32) == (32, 132)
@@ -128,6 +128,7 @@ def test_the_tile_of_most_programs(gated):
     assert columns(17, 133 * 32) == (64, 67)
     assert columns(17, 20) == (64 if not gated else 128, 1)
     assert columns(16, 133 * 64) == ((128, 67) if gated else (64, 133))
+    assert columns(17, 133 * 128) == ((128, 133) if gated else (64, 266)), "none fits: the widest"
 
 
 def test_tiles_fit_shared_memory():
