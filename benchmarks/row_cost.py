@@ -49,7 +49,7 @@ Clock = dict[str, float]
 
 def end_oldest(llm: LLM) -> StepOutput:
     """A step of the stub: ends the oldest requests, with made-up tokens."""
-    for seq in list(llm._unfinished.values())[:_ROWS_A_STEP]:
+    for seq in list(llm.ledger.unfinished.values())[:_ROWS_A_STEP]:
         seq.token_ids.extend([5 + seq.seq_id % 1000] * _NUM_OUTPUT_TOKENS)
         seq.num_cached_tokens = 0
         llm.scheduler.waiting.remove(seq)
@@ -157,7 +157,7 @@ def time_generate(model: str, texts: list[str], config: dict[str, Any]) -> Clock
                         seq = llm.requests.make(*feed.take())
                         requests[seq.seq_id] = seq
                         llm._enqueue(seq)
-                while llm._unfinished:
+                while llm.ledger.unfinished:
                     llm._step()
                     with timed(parts, f"{name}: output"):
                         llm._collect(requests, outputs, llm.texts.output_of)

@@ -13,22 +13,19 @@ from nanovllm.engine.batch import pack
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.entrance import Entrance
 from nanovllm.engine.feed import PromptFeed
+from nanovllm.engine.frontend import Frontend
 from nanovllm.engine.host_cache import HostCache, max_copies_a_step
-from nanovllm.engine.inputs import InputProcessor, Prompt, RequestParams
+from nanovllm.engine.inputs import Prompt, RequestParams
 from nanovllm.engine.launched_step import LaunchedStep, begin_masks, constrained_sequences
-from nanovllm.engine.output_text import OutputTexts
+from nanovllm.engine.ledger import Ledger
 from nanovllm.engine.outputs import RequestOutput, ResultError, StepOutput
 from nanovllm.engine.prefix_groups import PrefixGrouper
 from nanovllm.engine.progress import ProgressBar
-from nanovllm.engine.requests import RequestFactory
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.stats import EngineStats, RequestCounts
+from nanovllm.engine.stats import EngineStats
 from nanovllm.engine.tensor_parallel import make_runner
-from nanovllm.models import resolve_architecture
-from nanovllm.models.decoder import DecoderSpec
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.utils.context import clear_forward_context
 
 logger = logging.getLogger(__name__)
@@ -38,7 +35,7 @@ Output = TypeVar("Output")
 _SECONDS_OF_OUTPUT_A_STEP = 0.005
 
 
-class LLMEngine:
+class LLMEngine(Frontend):
     """Generates completions for many prompts at once. Not thread-safe.
 
     Use `generate` for a list of prompts, or `add_request` and `step` to drive it yourself.
@@ -74,26 +71,10 @@ class LLMEngine:
         self._grouper = PrefixGrouper(block_size, self.runner.group_capacity)
         self._make_way_in(spec, num_blocks * block_size)
         self._in_flight: LaunchedStep | None = None
-        # Every request is in one of these, as its first sample, from its arrival until it is reported.
-        self._unfinished: dict[int, Sequence] = {}
-        self._ended: dict[int, Sequence] = {}
-        self._counts = RequestCounts()
+        self.ledger = Ledger()
         self._step_seconds = 0.0
         self._num_failures = 0
         self._is_closed = False
-
-    def _open_model(self) -> tuple[Checkpoint, DecoderSpec]:
-        """Reads everything of the model but its weights."""
-        checkpoint = open_checkpoint(self.config.model, with_weights=self.config.load_format != "dummy")
-        _, spec = resolve_architecture(checkpoint.config)
-        self.tokenizer = checkpoint.load_tokenizer()
-        self.eos_token_ids = checkpoint.eos_token_ids(self.tokenizer)
-        self.generation_config = checkpoint.generation_config()
-        self.max_model_len = min(self.config.max_model_len, spec.max_model_len)
-        if self.max_model_len < self.config.max_model_len:
-            logger.info("max_model_len is %d: the model's own limit", self.max_model_len)
-        self._num_sampled_ids = min(spec.vocab_size, _num_token_ids(self.tokenizer, spec.vocab_size))
-        return checkpoint, spec
 
     def _make_host_cache(self) -> HostCache | None:
         runner, config = self.runner, self.config
@@ -105,24 +86,6 @@ class LLMEngine:
         logger.info("KV offload: %d blocks; prefixes are copied from %d tokens on", runner.num_host_blocks, num_tokens)
         max_copies = max_copies_a_step(config.max_num_batched_tokens, self.max_model_len, runner.block_size)
         return HostCache(runner.num_host_blocks, max_copies=max_copies, min_load_blocks=runner.min_load_blocks)
-
-    def _make_way_in(self, spec: DecoderSpec, num_kv_tokens: int) -> None:
-        """What checks prompts, and makes requests of them, under the limits of the model and the KV cache."""
-        self.inputs = InputProcessor(
-            self.tokenizer,
-            vocab_size=spec.vocab_size,
-            max_model_len=self.max_model_len,
-            num_kv_tokens=num_kv_tokens,
-            num_sampled_ids=self._num_sampled_ids,
-            eos_token_ids=self.eos_token_ids,
-        )
-        self.texts = OutputTexts(self.tokenizer)
-        self.requests = RequestFactory(
-            self.inputs,
-            self.texts,
-            seed=self.config.seed,
-            salt_above=spec.max_position_embeddings if spec.rope.depends_on_length else None,
-        )
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its seq_id, which stands for all its samples. Raises like `generate`."""
@@ -141,7 +104,7 @@ class LLMEngine:
     def abort(self, seq_id: int) -> bool:
         """Ends a request; the next `step` reports what it had. False if there is no such unfinished request."""
         self.check_open()
-        request = self._unfinished.get(seq_id)
+        request = self.ledger.unfinished.get(seq_id)
         if request is None:
             return False
         with self._nothing_half_done():
@@ -160,7 +123,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to compute, to read or to report."""
-        return not (self._unfinished or self._ended or self._in_flight)
+        return self.ledger.is_empty and self._in_flight is None
 
     def step(self) -> StepOutput:
         """Launches one step and returns the results of the step before.
@@ -173,13 +136,14 @@ class LLMEngine:
         """
         self.check_open()
         output = self._step()
-        for seq_id, seq in self._ended.items():
+        ended = self.ledger.ended
+        for seq_id, seq in ended.items():
             try:
                 output.finished[seq_id] = self.texts.output_of(seq)
             except Exception as error:
-                del self._ended[seq_id]  # it would fail again
+                del ended[seq_id]  # it would fail again
                 raise ResultError(seq_id) from error
-        self._ended.clear()
+        ended.clear()
         return output
 
     def stats(self) -> EngineStats:
@@ -187,7 +151,7 @@ class LLMEngine:
         # Numbers and lengths only: an `AsyncLLM` is asked in other threads than the engine's.
         manager = self.block_manager
         return EngineStats(
-            **vars(self._counts),
+            **vars(self.ledger.counts),
             **vars(self.scheduler.counts),
             **vars(manager.counts),
             step_seconds=self._step_seconds,
@@ -234,7 +198,7 @@ class LLMEngine:
             return
         self._is_closed = True
         self._abort_all()
-        self._ended.clear()
+        self.ledger.ended.clear()
         self.inputs.close()
         self.runner.close()
         del self.runner
@@ -284,8 +248,8 @@ class LLMEngine:
         """Makes outputs of requests that ended, as many as there is time for, and counts them."""
         deadline = time.perf_counter() + _SECONDS_OF_OUTPUT_A_STEP
         num_before = len(outputs)
-        for seq_id in requests.keys() & self._ended.keys():
-            outputs[seq_id] = output_of(self._ended.pop(seq_id))
+        for seq_id in requests.keys() & self.ledger.ended.keys():
+            outputs[seq_id] = output_of(self.ledger.ended.pop(seq_id))
             del requests[seq_id]  # a large job has no room for them all
             if time.perf_counter() > deadline:
                 break
@@ -309,7 +273,7 @@ class LLMEngine:
             if packed is not None:
                 launched = LaunchedStep(batch, constrained_sequences(batch, packed), self.runner.run(packed))
             self._in_flight = launched
-            if launched is None and previous is None and self._unfinished:
+            if launched is None and previous is None and self.ledger.unfinished:
                 self._wait()
             return self._read(previous, batch)
 
@@ -317,7 +281,7 @@ class LLMEngine:
         """Nothing can be computed before the KV of some request is loaded, or its constraint compiled."""
         if self.host_cache is not None and self.host_cache.is_loading:
             self.runner.wait_for_loads()
-        elif self.entrance.num_held < len(self._unfinished):
+        elif self.entrance.num_held < len(self.ledger.unfinished):
             raise RuntimeError("the scheduler is stuck: requests wait, but none can run")
         else:
             self.entrance.wait()
@@ -342,27 +306,14 @@ class LLMEngine:
 
     def _enqueue(self, seq: Sequence) -> None:
         with self._nothing_half_done():
-            self._unfinished[seq.seq_id] = seq
-            self._counts.receive(seq.num_prompt_tokens)
+            self.ledger.receive(seq)
             self.entrance.add(seq)
             if seq.is_finished:
                 self._retire([seq])
 
     def _retire(self, sequences: list[Sequence]) -> None:
-        """Keeps the requests of finished sequences to be reported, if all their samples have finished; those that are
-        streamed are watched by who streams them."""
-        for seq in sequences:
-            request = self._unfinished.get(seq.request_id)
-            if request is not None and request.has_ended():
-                if not request.is_streamed:
-                    self._ended[request.seq_id] = request
-                del self._unfinished[request.seq_id]
-                self._count_end(request)
+        self.ledger.retire(sequences)
         self._drop_idle_step()
-
-    def _count_end(self, request: Sequence) -> None:
-        reason = request.finish_reason or "abort"
-        self._counts.finish("scored" if request.is_only_scored and reason == "length" else reason)
 
     def _drop_idle_step(self) -> None:
         """Forgets the step in flight if its tokens concern nobody any more."""
@@ -374,9 +325,7 @@ class LLMEngine:
         with self._nothing_half_done():
             for seq in sequences:
                 self.entrance.abort(seq)
-                if self._unfinished.pop(seq.seq_id, None) is not None:
-                    self._count_end(seq)
-                self._ended.pop(seq.seq_id, None)
+                self.ledger.forget(seq)
             self._drop_idle_step()
 
     @contextmanager
@@ -405,7 +354,7 @@ class LLMEngine:
         clear_forward_context()
         self.entrance.reset()
         self._in_flight = None
-        sequences = [sample for seq in self._unfinished.values() for sample in seq.samples]
+        sequences = [sample for seq in self.ledger.unfinished.values() for sample in seq.samples]
         for seq in sequences:
             if not seq.is_finished:  # one that is has ended before, or in the very step that failed
                 seq.end("abort")
@@ -415,8 +364,3 @@ class LLMEngine:
         """Raises RuntimeError if the engine was closed."""
         if self._is_closed:
             raise RuntimeError("this engine is closed")
-
-
-def _num_token_ids(tokenizer: Any | None, vocab_size: int) -> int:
-    """One more than the highest token id that the tokenizer can decode."""
-    return vocab_size if tokenizer is None else 1 + max(tokenizer.get_vocab().values())

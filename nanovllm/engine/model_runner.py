@@ -1,38 +1,29 @@
-"""Everything that happens on the device: weights, KV cache, forward pass, sampling."""
+"""What is on the device: weights, KV cache, CUDA graphs. Steps are launched in `step_runner.py`."""
 
 import gc
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from nanovllm import kernels
 from nanovllm.attention import select_backends
 from nanovllm.config import Config
-from nanovllm.engine.batch import UNKNOWN_TOKEN, PackedBatch, dummy_batch
-from nanovllm.engine.block_copier import BlockCopier, find_crossover, make_copier
+from nanovllm.engine.batch import PackedBatch, dummy_batch
+from nanovllm.engine.block_copier import find_crossover, make_copier
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.extra_sampler import ExtraSampler
-from nanovllm.engine.extras import PackedExtras
-from nanovllm.engine.host_cache import BlockCopies
 from nanovllm.engine.memory import cpu_kv_cache_bytes, host_cache_bytes, kv_cache_bytes
 from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.prefix_groups import max_num_groups
-from nanovllm.engine.step_handle import StepHandle
-from nanovllm.engine.step_tensors import StepTensors, host_ints, upload, upload_extras, upload_ints, view_flat
+from nanovllm.engine.step_runner import StepRunner
+from nanovllm.engine.step_tensors import upload, view_flat
 from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.parallel import SINGLE, Parallel
 from nanovllm.layers.peers import connect_peers
-from nanovllm.layers.sampler import sample
 from nanovllm.models import build_model, resolve_architecture
 from nanovllm.utils.checkpoint import Checkpoint
-from nanovllm.utils.context import forward_context
 from nanovllm.utils.loader import load_dummy_weights, load_weights
 
 logger = logging.getLogger(__name__)
@@ -43,13 +34,9 @@ _MARGIN_BYTES = 256 << 20
 # Each costs the host some memory, and the start some time. A model so small that more would fit needs no more.
 _MAX_KV_BLOCKS = 1 << 20
 
-Masks = npt.NDArray[np.int32]
-SampleRest = Callable[[torch.Tensor | None], StepHandle]
 
-
-class ModelRunner:
-    """Owns the device. `run` launches a step and returns at once; the tokens are read from its handle later,
-    and the next step takes them from `last_tokens`, where sampling has left them, without the host."""
+class ModelRunner(StepRunner):
+    """Owns the device: makes all that steps work on, as much of it as fits, and gives it back."""
 
     def __init__(
         self,
@@ -114,8 +101,8 @@ class ModelRunner:
         num_slots = self.config.max_num_seqs + 1
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         self.extra_sampler = ExtraSampler(num_slots, self.max_model_len, self.num_sampled_ids, self.device)
-        self._sample_rest: SampleRest | None = None  # of a batch whose masks are being made
-        self.graphs: DecodeGraphs | None = None
+        self._sample_rest = None
+        self.graphs = None
         if self.device.type == "cuda":
             self._bind_kv_cache(1)
             self._compile_ahead()
@@ -138,7 +125,7 @@ class ModelRunner:
         loaded. None, if that is never of use."""
         self.num_host_blocks = 0
         self.min_load_blocks: int | None = None
-        self._copier: BlockCopier | None = None
+        self._copier = None
         if self.config.kv_offload_gb:
             self._copier = make_copier(self.kv_cache, self._host_cache_bytes)
             is_cpu = self.device.type == "cpu"
@@ -147,78 +134,6 @@ class ModelRunner:
             if not self.num_host_blocks:
                 self._copier.close()
                 self._copier = None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether nothing can be run any more."""
-        return False
-
-    @torch.inference_mode()
-    def run(self, batch: PackedBatch) -> StepHandle | None:
-        """Launches the forward pass and the sampling of a batch. Of one with constrained rows it launches everything up
-        to the logits and returns None: `sample` has to follow before the next `run`."""
-        with self._current_device():
-            handle = self._launch(batch)
-            self._flush_copies()
-            return handle
-
-    def copy_blocks(self, copies: BlockCopies) -> None:
-        """Takes over copies between KV cache and host memory, to be begun beside the step that `run` launches next."""
-        assert self._copier is not None
-        with self._current_device():
-            self._copier.begin(copies)
-
-    def finished_copies(self) -> tuple[int, int]:
-        """The tickets up to which loads, and saves, are finished."""
-        assert self._copier is not None
-        return self._copier.finished()
-
-    def wait_for_loads(self) -> None:
-        """Waits for all loads from host memory."""
-        assert self._copier is not None
-        with self._current_device():
-            self._copier.wait()
-
-    def _flush_copies(self) -> None:
-        if self._copier is not None:
-            self._copier.flush()
-
-    @torch.inference_mode()
-    def sample(self, masks: Masks | None) -> StepHandle:
-        """Launches the sampling that `run` has left.
-
-        Args:
-            masks: of the batch's constrained rows, in memory of `allocate_masks`; None if their tokens don't matter.
-        """
-        assert self._sample_rest is not None
-        sample_rest, self._sample_rest = self._sample_rest, None
-        with self._current_device():
-            return sample_rest(None if masks is None else upload_ints(masks, self.device))
-
-    def allocate_masks(self, num_rows: int, num_words: int) -> Masks:
-        """Memory for masks, from where they get to the device at once."""
-        return host_ints(self.device, num_rows, num_words)
-
-    def _current_device(self) -> AbstractContextManager[Any]:
-        """Kernels are launched on the current device; another engine, or the caller, may have made another one that."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-    def _launch(self, batch: PackedBatch) -> StepHandle | None:
-        if self.graphs is not None and batch.is_pure_decode:
-            hidden = self.graphs.replay_forward(batch)
-            if batch.has_plain_sampling:
-                return StepHandle.send(self.graphs.replay_sampling(batch))
-            inputs = view_flat(upload(batch, self.device), batch)
-        else:
-            inputs = view_flat(upload(batch, self.device), batch)
-            hidden = self._forward(inputs)
-        if batch.extras is None:
-            return StepHandle.send(self._sample(hidden, inputs))
-        sample_rest = self._prepare_sampling(hidden, inputs, batch.extras)
-        if not len(batch.extras.constrained_rows):
-            return sample_rest(None)
-        self._sample_rest = sample_rest
-        return None
 
     def close(self) -> None:
         """Frees the device's memory at once, whoever still refers to the runner."""
@@ -231,64 +146,6 @@ class ModelRunner:
         del self.model, self.kv_cache, self.last_tokens, self.extra_sampler
         if self.device.type == "cuda":
             self._release()
-
-    def _forward(self, inputs: StepTensors) -> torch.Tensor:
-        """Final hidden states [T, hidden_size]."""
-        token_ids = inputs.token_ids
-        if inputs.num_decode_seqs:
-            decode_ids = token_ids[: inputs.num_decode_seqs]
-            last = self.last_tokens[inputs.slots[: inputs.num_decode_seqs]].int()
-            decode_ids = torch.where(decode_ids == UNKNOWN_TOKEN, last, decode_ids)
-            prefill_ids = token_ids[len(last) :]
-            token_ids = torch.cat((decode_ids, prefill_ids)) if len(prefill_ids) else decode_ids
-        context = inputs.forward_context()
-        context.decode_plan = self.decode_backend.prepare_decode(context)
-        context.prefill_plan = self.prefill_backend.prepare_prefill(context)
-        with forward_context(context):
-            hidden: torch.Tensor = self.model(token_ids, inputs.positions, inputs.rope_lens)
-        return hidden
-
-    def _sample(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
-        """Draws the tokens [N] int64, and leaves them where the next step looks for them."""
-        if not len(inputs.sampled_slots):
-            return torch.empty(0, dtype=torch.int64, device=self.device)
-        logits = self._logits(hidden, inputs)
-        if self.parallel.rank == 0:
-            tokens = sample(logits[:, : self.num_sampled_ids], inputs)
-        else:
-            tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)
-        self._keep(tokens, inputs)
-        return tokens
-
-    def _sample_for_capture(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
-        """What a graph is made of; no step's tokens are drawn by it yet."""
-        return self._sample(hidden, inputs)
-
-    def _keep(self, tokens: torch.Tensor, inputs: StepTensors) -> None:
-        """Takes rank 0's tokens, and leaves them where the next step looks for them."""
-        self.parallel.from_first(tokens)
-        self.last_tokens.index_copy_(0, inputs.sampled_slots.long(), tokens)
-
-    def _prepare_sampling(self, hidden: torch.Tensor, inputs: StepTensors, packed: PackedExtras) -> SampleRest:
-        """The same for a step with extras, log-probabilities included, but for what depends on masks."""
-        extras = upload_extras(packed, self.device)
-        prompt_scores = self.extra_sampler.score_prompts(hidden, self.model.compute_logits, packed, extras)
-        if not len(inputs.sampled_slots):
-            return lambda _: StepHandle.send(self._sample(hidden, inputs), prompt_scores[:, :0], prompt_scores)
-        logits = self._logits(hidden, inputs)
-
-        def sample_rest(masks: torch.Tensor | None) -> StepHandle:
-            tokens, scores = self.extra_sampler.sample(logits, inputs, packed, extras, masks)
-            self._keep(tokens, inputs)
-            return StepHandle.send(tokens, scores, prompt_scores)
-
-        return sample_rest
-
-    def _logits(self, hidden: torch.Tensor, inputs: StepTensors) -> torch.Tensor:
-        """[N, vocab_size], of the tokens that are followed by a sampled one."""
-        if len(inputs.sampled_slots) < len(hidden):
-            hidden = hidden[inputs.logits_indices]
-        return self.model.compute_logits(hidden)
 
     @property
     def _wants_graphs(self) -> bool:

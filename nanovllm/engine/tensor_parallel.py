@@ -13,10 +13,11 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import PackedBatch
 from nanovllm.engine.child_process import interrupts_put_off
 from nanovllm.engine.host_cache import BlockCopies, max_copies_a_step
-from nanovllm.engine.model_runner import Masks, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.placement import resolve_device
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.step_memory import StepLimits, StepMemory
+from nanovllm.engine.step_runner import Masks
 from nanovllm.engine.step_tensors import StepTensors
 from nanovllm.engine.worker import COPIES, STEP, WorkerSetup
 from nanovllm.engine.workers import STEP_TIMEOUT_SECONDS, Workers

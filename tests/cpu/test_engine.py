@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import llm_engine, model_runner, output_text
+from nanovllm.engine import llm_engine, output_text, step_runner
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
@@ -298,7 +298,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "pack": (llm_engine, "pack"),
     "run": (ModelRunner, "run"),
     "store_kv": (Attention, "_rotate_and_store"),  # once a layer: the first may have its KV and the second not
-    "sample": (model_runner, "sample"),
+    "sample": (step_runner, "sample"),
     "read": (StepHandle, "read"),
     "postprocess": (Scheduler, "postprocess"),
     "progress": (ProgressBar, "update"),
@@ -532,7 +532,9 @@ class Interrupter:
         "/nanovllm/engine/requests.py",
         "/nanovllm/engine/scheduler.py",
         "/nanovllm/engine/block_manager.py",
+        "/nanovllm/engine/ledger.py",
         "/nanovllm/engine/model_runner.py",
+        "/nanovllm/engine/step_runner.py",
         "/nanovllm/utils/context.py",
     )
 

@@ -13,6 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import feed as feed_module
 from nanovllm.engine import llm_engine
 from nanovllm.engine.feed import PromptFeed
+from nanovllm.engine.inputs import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 
@@ -39,7 +40,7 @@ def llm(shared_llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch) -> I
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     """What happens in order: the number of texts of each call of the tokenizer, and "step"."""
     records: list[str | int] = []
-    tokenise, step = llm_engine.InputProcessor.tokenise, LLMEngine._step
+    tokenise, step = InputProcessor.tokenise, LLMEngine._step
 
     def recorded_tokenise(self: Any, texts: list[str], add_special_tokens: bool) -> Any:
         records.append(len(texts))
@@ -49,7 +50,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
         records.append("step")
         return step(self)
 
-    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", recorded_tokenise)
+    monkeypatch.setattr(InputProcessor, "tokenise", recorded_tokenise)
     monkeypatch.setattr(LLMEngine, "_step", recorded_step)
     return records
 
@@ -173,7 +174,7 @@ def test_tokenizer_that_fails(
     llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     """In the third chunk, after two steps."""
-    original = llm_engine.InputProcessor.tokenise
+    original = InputProcessor.tokenise
     num_calls = 0
 
     def tokenise(*args: Any) -> Any:
@@ -183,7 +184,7 @@ def test_tokenizer_that_fails(
             raise error
         return original(*args)
 
-    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", tokenise)
+    monkeypatch.setattr(InputProcessor, "tokenise", tokenise)
     with pytest.raises(error):
         llm.generate(texts_of(45), GREEDY, use_tqdm=False)
     assert_idle(llm)
@@ -191,13 +192,13 @@ def test_tokenizer_that_fails(
 
 
 def test_tokenizer_without_a_token_for_the_unknown(llm: LLM, assert_idle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = llm_engine.InputProcessor.tokenise
+    original = InputProcessor.tokenise
 
     def tokenise(self: Any, texts: list[str], *args: Any) -> Any:
         encoded = original(self, texts, *args)
         return [[*ids[:-1], None] if text == "?" else ids for text, ids in zip(texts, encoded, strict=True)]
 
-    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", tokenise)
+    monkeypatch.setattr(InputProcessor, "tokenise", tokenise)
     with pytest.raises(ValueError, match="prompt 17: the tokenizer has no token for some of this text"):
         llm.generate([*texts_of(17), "?"], GREEDY, use_tqdm=False)
     assert_idle(llm)
@@ -211,13 +212,13 @@ def test_bar_comes_before_the_tokeniser(
 ) -> None:
     """Guards against a user who sees nothing while the first texts are tokenised."""
     shown = []
-    original = llm_engine.InputProcessor.tokenise
+    original = InputProcessor.tokenise
 
     def tokenise(*args: Any) -> Any:
         shown.append(capsys.readouterr().err)
         return original(*args)
 
-    monkeypatch.setattr(llm_engine.InputProcessor, "tokenise", tokenise)
+    monkeypatch.setattr(InputProcessor, "tokenise", tokenise)
     llm.generate(texts_of(12), GREEDY)
     assert "0/12" in shown[0]
     assert "12/12" in capsys.readouterr().err
