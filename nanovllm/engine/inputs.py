@@ -1,7 +1,7 @@
 """Checks and tokenises what users hand in. What needs no tokeniser is checked before any work is queued."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,7 +126,7 @@ class InputProcessor:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * num_prompts
-        if not isinstance(sampling_params, Iterable):
+        if isinstance(sampling_params, str | bytes | Mapping) or not isinstance(sampling_params, Iterable):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.80}")
         params = list(sampling_params)
         prepared: dict[int, RequestParams] = {}  # once for all that are the same object

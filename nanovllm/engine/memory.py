@@ -47,6 +47,15 @@ def kv_cache_bytes(
     return available if max_useful is None else min(available, max_useful)
 
 
+def check_kv_blocks(num_blocks: int, block_bytes: int, total: int) -> None:
+    """Raises ValueError if so many blocks as the user wants are more than the device's memory."""
+    if num_blocks * block_bytes > total:
+        raise ValueError(
+            f"num_kvcache_blocks={num_blocks} of {block_bytes} bytes each take {_gib(num_blocks * block_bytes)}, but "
+            f"the device has {_gib(total)}, at most {total // block_bytes} blocks"
+        )
+
+
 def cpu_kv_cache_bytes(max_useful: int, num_ranks: int = 1) -> int:
     """Bytes of main memory that the KV cache of each rank takes by default; see the constants above, which are about
     all ranks of all replicas together."""

@@ -14,7 +14,13 @@ from nanovllm.engine.batch import PackedBatch, dummy_batch
 from nanovllm.engine.block_copier import find_crossover, make_copier
 from nanovllm.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanovllm.engine.extra_sampler import ExtraSampler
-from nanovllm.engine.memory import cpu_kv_cache_bytes, host_cache_bytes, kv_cache_bytes
+from nanovllm.engine.memory import (
+    check_kv_blocks,
+    cpu_kv_cache_bytes,
+    host_cache_bytes,
+    kv_cache_bytes,
+    physical_memory,
+)
 from nanovllm.engine.placement import resolve_device, resolve_dtype
 from nanovllm.engine.prefix_groups import max_num_groups
 from nanovllm.engine.step_runner import StepRunner
@@ -183,10 +189,13 @@ class ModelRunner(StepRunner):
 
     def _num_kv_blocks(self) -> int:
         """The configured number of blocks, or as many as fit."""
-        if self.config.num_kvcache_blocks is not None:
-            return self.config.num_kvcache_blocks
         spec, num_layers = self.prefill_backend.spec, self.model.spec.num_layers
         block_bytes = 2 * num_layers * self.block_size * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        if (wanted := self.config.num_kvcache_blocks) is not None:
+            is_cpu = self.device.type == "cpu"
+            total = physical_memory() if is_cpu else torch.cuda.mem_get_info(self.device)[1]
+            check_kv_blocks(wanted, block_bytes, total)
+            return wanted
         max_useful = self.config.max_num_seqs * -(-self.max_model_len // self.block_size) * block_bytes
         if self.device.type == "cpu":
             num_bytes = cpu_kv_cache_bytes(max_useful, self.parallel.size * self.config.data_parallel_size)

@@ -63,6 +63,11 @@ def encode_pairs(inputs: InputProcessor, pairs: list[TextPair | ScoredIds], firs
         if isinstance(pair, tuple):
             prompt = inputs.check_ids(next(encoded), f"prompt {index}")
             whole = inputs.check_ids(next(encoded), f"prompt {index} and its continuation")
+            if len(whole) <= len(prompt):
+                raise ValueError(
+                    f"continuation {index}: has no tokens of its own: together with the prompt it is tokenised into no "
+                    f"more tokens ({len(whole)}) than the prompt alone ({len(prompt)}). Pass token ids"
+                )
             pair = _join(inputs, prompt, whole[len(prompt) :], index)
         result.append(pair)
     return result

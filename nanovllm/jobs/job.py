@@ -22,6 +22,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.version import __version__
 
+# What names of input files may end in, and the output is none of.
+_UNWRITTEN_SUFFIXES = (".gz", ".zst", ".parquet")
+
 
 @dataclass(frozen=True)
 class JobSettings:
@@ -146,6 +149,8 @@ class Job:
             JobError: the file may not be written to, or belongs to another job.
         """
         output, seed = self.settings.output, self.settings.seed
+        if Path(output).suffix in _UNWRITTEN_SUFFIXES:
+            raise JobError(f"{output}: the output is JSON lines, not compressed, and its name would say otherwise")
         if is_stream(output):
             if self.settings.resume:
                 raise JobError(f"--resume needs an output file, and {output} is none")

@@ -23,7 +23,7 @@ _OBJECTS_BETWEEN_COLLECTIONS = 50_000  # those of some thousand rows
 
 
 def run_job(job: Job) -> int:
-    """Completes the rows that have no result yet; returns the exit status.
+    """Completes the rows that have no result yet; returns the exit status: 1 if there are rows, and all have failed.
 
     Raises:
         JobError: it can't go on. What was written stays, and can be resumed.
@@ -35,9 +35,10 @@ def run_job(job: Job) -> int:
     try:
         if len(done.rows) == job.num_own_rows:
             what = f"all {job.num_own_rows} rows are done" if job.num_own_rows else f"{settings.input}: has no rows"
-            print(f"{what}; {settings.output}", file=sys.stderr)
+            failed = f", {done.num_failed} of them with an error" if done.num_failed else ""
+            print(f"{what}{failed}; {settings.output}", file=sys.stderr)
             watch.skip(len(done.rows))
-            return 0
+            return _status(len(done.rows) - done.num_failed, done.num_failed)
         with watch.over_loading(len(done.rows)):
             engine = JobEngine(settings.model, **settings.config)
         with (
@@ -58,7 +59,8 @@ def run_job(job: Job) -> int:
         results.close()
     print(_summary(job, progress, loop.first_failure), file=sys.stderr)
     if signals.received is None:
-        return 0
+        num_before = len(done.rows) - done.num_failed
+        return _status(num_before + progress.num_completed, progress.num_failed)
     hint = "; --resume goes on with it" if results.is_resumable else ""
     print(f"nanovllm: stopped by {signals.received.name}{hint}", file=sys.stderr)
     return 128 + signals.received
@@ -186,6 +188,11 @@ class _Loop:
             raise JobError(message)
         self.first_failure = self.first_failure or message
         return self.form.failed(row, error, message)
+
+
+def _status(num_completed: int, num_failed: int) -> int:
+    """Of a job that has come to its end."""
+    return 1 if num_failed and not num_completed else 0
 
 
 def _summary(job: Job, progress: JobProgress, first_failure: str) -> str:

@@ -97,7 +97,11 @@ class Parallel:
             ValueError: the query heads can't be shared out evenly.
         """
         if num_heads % self.size:
-            raise ValueError(f"tensor_parallel_size={self.size} does not divide the model's {num_heads} query heads")
+            divisors = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+            raise ValueError(
+                f"tensor_parallel_size={self.size} does not divide the model's {num_heads} query heads; "
+                f"these do: {divisors}"
+            )
         own, group = num_heads // self.size, num_heads // num_kv_heads
         served = math.gcd(own, group)  # query heads for each KV head here
         first = self.rank * own

@@ -4,6 +4,7 @@ import platform
 import random
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -48,7 +49,8 @@ def with_other_tokens(requests: list[Request], *, seed: int, vocab_size: int = 1
 
 def describe_environment() -> dict[str, str]:
     """Versions, commit and hardware, for the JSON line of a benchmark."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]  # wherever the caller is
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     is_gpu = torch.cuda.is_available()
     return {
         "commit": commit or "unknown",

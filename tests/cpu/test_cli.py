@@ -424,7 +424,7 @@ def test_engine_flags_are_used(byte_llama: Path, tmp_path: Path) -> None:
     assert "--num-kvcache-blocks" in ENGINE
     source = write_rows(tmp_path / "in.txt", ["x" * 100])
     output = tmp_path / "out.jsonl"
-    cli(*run_args(byte_llama, source, output, "--num-kvcache-blocks", "2"))
+    cli(*run_args(byte_llama, source, output, "--num-kvcache-blocks", "2"), status=1)
     assert "the whole KV cache holds 32" in read_rows(output)[0]["error"]["message"]
 
 

@@ -67,8 +67,8 @@ def test_models_that_cannot_be_loaded(byte_llama: Path, tmp_path: Path, capsys: 
     too_much = ("--num-kvcache-blocks", 10**9)
     for flags, reason in {
         ("--attention-backend", "flash"): "no attention backend can serve this model",
-        ("--tensor-parallel-size", 3): "tensor_parallel_size=3 does not divide",
-        too_much: f"{byte_llama} can't be loaded: RuntimeError: ",
+        ("--tensor-parallel-size", 3): "does not divide the model's 4 query heads; these do: 1, 2, 4",
+        too_much: "num_kvcache_blocks=1000000000 of ",
         (
             *too_much,
             "--data-parallel-size",
@@ -161,5 +161,28 @@ def test_all_rows_fail(byte_llama: Path, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.txt", ["x" * 40] * 3)
     small = ("--num-kvcache-blocks", 2)
     assert ENGINE[-2] == small[0]
-    text = cli(*run_args(byte_llama, source, tmp_path / "o.jsonl", *small)).stderr
+    args = run_args(byte_llama, source, tmp_path / "o.jsonl", *small)
+    text = cli(*args, status=1).stderr
     assert f"3 rows failed (one of them: {source}:1: prompt: has 40 tokens, but the whole KV cache holds 32" in text
+    assert "all 3 rows are done, 3 of them with an error; " in cli(*args, "--resume", status=1).stderr
+
+
+def test_status_of_a_resumed_job(byte_llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    """It is that of the whole job: rows that were completed before count."""
+    source, output = write_rows(tmp_path / "in.txt", ["x", "y" * 40, "z" * 40]), tmp_path / "out.jsonl"
+    args = run_args(byte_llama, source, output, "--num-kvcache-blocks", 2, "--max-tokens", 2)
+    here(capsys, *args)
+    lines = output.read_bytes().splitlines(keepends=True)
+    for kept in (b'"output"', b'"error"'):
+        output.write_bytes(next(line for line in lines if kept in line))
+        assert "2 rows failed" in here(capsys, *args, "--resume")
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.gz", "out.zst", "out.parquet"])
+def test_output_that_would_not_be_what_its_name_says(
+    byte_llama: Path, tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    source = write_rows(tmp_path / "in.txt", ["x"])
+    error = _error(capsys, *run_args(byte_llama, source, tmp_path / name))
+    assert f"{name}: the output is JSON lines, not compressed" in error
+    assert not (tmp_path / name).exists()

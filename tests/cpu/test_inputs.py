@@ -347,7 +347,8 @@ def test_params_of_another_number(llm: LLM, num_prompts: int, num_params: int) -
     "params", [{"max_tokens": 3}, 5, "greedy", [GREEDY, None], [GREEDY, {}], SamplingParams], ids=repr
 )
 def test_params_of_a_wrong_type(llm: LLM, params: Any) -> None:
-    with pytest.raises(TypeError, match="SamplingParams"):
+    match = "SamplingParams" if isinstance(params, list) else "sampling_params must be SamplingParams or a list of them"
+    with pytest.raises(TypeError, match=match):
         llm.generate([[1], [2]], params, use_tqdm=False)
 
 

@@ -222,6 +222,7 @@ def test_oversized_max_tokens_is_clipped(
         (ValueError, {"kvcache_block_size": 0}),
         (ValueError, {"num_kvcache_blocks": 0}),
         (ValueError, {"num_kvcache_blocks": -1}),
+        (ValueError, {"num_kvcache_blocks": 10**9}),
         (TypeError, {"max_num_seqs": 1.5}),
         (TypeError, {"max_model_len": "4096"}),
         (TypeError, {"num_kvcache_blocks": True}),
