@@ -733,7 +733,12 @@ def test_engines_at_the_same_time(
 
 
 def test_constructor_failure_then_retry(
-    random_llama: Any, tmp_path: Path, make_llm: Any, prompts: list[list[int]], expected: list[list[int]]
+    random_llama: Any,
+    tmp_path: Path,
+    make_llm: Any,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards against state that a failed start leaves behind."""
     damaged = tmp_path / "damaged"
@@ -745,11 +750,15 @@ def test_constructor_failure_then_retry(
         (ValueError, damaged, {}),
         (TypeError, random_llama[0], {"nonsense": 1}),
         (ValueError, random_llama[0], {"dtype": "float8"}),
-        ((RuntimeError, MemoryError), random_llama[0], {"num_kvcache_blocks": 2**50}),
+        (ValueError, random_llama[0], {"num_kvcache_blocks": 2**50}),
     ):
         with pytest.raises(error):
             make_llm(model, **settings)
         assert torch.get_default_dtype() == torch.float32
+    with monkeypatch.context() as patch:  # the memory is there by arithmetic, and is not to be had
+        patch.setattr(ModelRunner, "_bind_kv_cache", lambda runner, num_blocks: torch.empty(1 << 60))
+        with pytest.raises((RuntimeError, MemoryError)):
+            make_llm(random_llama[0])
     assert tokens_of(make_llm(random_llama[0]).generate(prompts, GREEDY, use_tqdm=False)) == expected
 
 
