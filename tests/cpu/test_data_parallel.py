@@ -557,10 +557,13 @@ def test_a_replica_that_loads_gets_nothing(policy: Replicas) -> None:
 
 
 class _Clock:
-    """The time in the parent; each look of it comes so many seconds after the one before."""
+    """The time in the parent; each look of it comes so many seconds after the one before. They are whole seconds, whose
+    sums are exact."""
 
     def __init__(self, policy: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = time.monotonic()
+        self.now = policy._last_look = float(int(time.monotonic()))
+        for replica in policy._replicas:
+            replica.start_time = self.now
         self.lost: list[tuple[int, str]] = []
         self._policy = policy
         monkeypatch.setattr(replicas_module, "time", SimpleNamespace(monotonic=lambda: self.now))
