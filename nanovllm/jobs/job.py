@@ -22,7 +22,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.version import __version__
 
-# What names of input files may end in, and the output is none of.
+# Names of input files may end so; what is written is none of these.
 _UNWRITTEN_SUFFIXES = (".gz", ".zst", ".parquet")
 
 

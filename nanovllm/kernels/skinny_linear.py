@@ -27,7 +27,7 @@ MAX_ROWS_IN_PIECES = 256
 MAX_PIECES = 4
 SHARED_MEMORY = 200 << 10  # bytes that the largest tiles take; a consumer GPU has half of that
 INNER = 128  # of which in_features is a multiple
-PREFETCHED_LINES = 4  # of 128 bytes, for each column of a program; the kernel needs a power of two
+PREFETCHED_LINES = 4  # of 128 bytes, for each column of a program, gate and up together; a power of two
 
 
 @dataclass(frozen=True)
